@@ -1,0 +1,71 @@
+"""Naught: the ZeRO family in plain PyTorch.
+
+Names are imported on first use: asking for a plan must not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from naught.advice import Advice, advise
+    from naught.config import Config
+    from naught.config import load as load_config
+    from naught.errors import ConfigError, ModelError, NaughtError, PlacementError, PlanError, UsageError
+    from naught.estimate import Job
+    from naught.formulas import recipe
+    from naught.machine import Machine, detect
+    from naught.modules import plan_for
+    from naught.shapes import parse_model
+    from naught.showing import show
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Advice",
+    "Config",
+    "ConfigError",
+    "Job",
+    "Machine",
+    "ModelError",
+    "NaughtError",
+    "PlacementError",
+    "PlanError",
+    "UsageError",
+    "__version__",
+    "advise",
+    "detect",
+    "load_config",
+    "parse_model",
+    "plan_for",
+    "recipe",
+    "show",
+]
+
+_HOMES = {
+    "Advice": "advice",
+    "Config": "config",
+    "ConfigError": "errors",
+    "Job": "estimate",
+    "Machine": "machine",
+    "ModelError": "errors",
+    "NaughtError": "errors",
+    "PlacementError": "errors",
+    "PlanError": "errors",
+    "UsageError": "errors",
+    "advise": "advice",
+    "detect": "machine",
+    "load_config": "config",
+    "parse_model": "shapes",
+    "plan_for": "modules",
+    "recipe": "formulas",
+    "show": "showing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'naught' has no attribute {name!r}")
+    return getattr(import_module(f"naught.{home}"), "load" if name == "load_config" else name)

@@ -1,0 +1,76 @@
+"""Arguments: what each subcommand takes. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+__all__ = ["PAPERS", "STARTERS", "add_config", "add_plan"]
+
+PAPERS = ("zero-table1", "zero-table2", "zero-figure1", "zero-c1-c5", "infinity-figure2", "infinity-bandwidth")
+STARTERS = ("stage1", "stage2", "stage3", "offload", "infinity")
+
+_PLAN = """Forecast the memory, traffic and time of a model under every ZeRO stage and offload, and recommend one.
+
+MODEL is a preset (--models lists them), gpt:layers=48,hidden=1600,heads=25 (also kv_heads, ffn, vocab, positions,
+tied), a count such as 7.5B, or a Hugging Face config.json or its folder. Sizes are decimal: 80GB is 80e9 bytes,
+80GiB is binary. Host and disk belong to a node and are shared by its ranks. Any other module: naught.plan_for
+from Python.
+"""
+
+
+def add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what a model needs on a machine, before the run",
+        description=_PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, gpt:..., count or config.json")
+    parser.add_argument("--models", action="store_true", help="list the presets")
+    parser.add_argument("--paper", choices=PAPERS, help="print a table of the papers, as these formulas compute it")
+    machine = parser.add_argument_group("machine (default: this one)")
+    machine.add_argument("--ranks", type=int, metavar="N", help="data-parallel ranks, one GPU each")
+    machine.add_argument("--per-node", type=int, metavar="N", help="ranks that share a node (default: up to 8)")
+    machine.add_argument("--gpu", metavar="SIZE|NAME", help="memory of one GPU, such as 80GB, or its name, such as h100")
+    machine.add_argument("--host", metavar="SIZE", help="memory of one node")
+    machine.add_argument("--disk", metavar="SIZE", help="NVMe space of one node")
+    machine.add_argument("--tflops", type=float, metavar="X", help="TFLOP/s that one GPU sustains")
+    machine.add_argument("--link", metavar="SIZE", help="bytes a second between one GPU and the host, such as 55GB")
+    machine.add_argument("--network", metavar="SIZE", help="bytes a second that one rank sends in a collective")
+    machine.add_argument("--disk-speed", metavar="SIZE", help="bytes a second of one node's disks")
+    job = parser.add_argument_group("job")
+    job.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration: its batch, precision and optimizer")
+    job.add_argument("--batch", type=int, metavar="N", help="samples in one forward of one rank (default 1)")
+    job.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default 1024)")
+    job.add_argument("--accumulation", type=int, metavar="N", help="forwards before an update (default 1)")
+    job.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights (default bf16)")
+    job.add_argument("--optimizer", choices=("adamw", "adam", "lion", "adagrad", "sgd"), help="default adamw")
+    job.add_argument(
+        "--activations",
+        choices=("auto", "none", "block", "host"),
+        default="auto",
+        help="checkpoints: none, one a block, or those in host memory; auto: a block, in host memory if it must be",
+    )
+    job.add_argument("--attention", choices=("fused", "eager"), default="fused", help="eager keeps the seq x seq scores")
+    output = parser.add_argument_group("output")
+    output.add_argument("--write", metavar="FILE", help="write the configuration of the recommended placement")
+    output.add_argument("--placement", metavar="NAME", help="with --write: this placement instead of the recommended one")
+    output.add_argument("--nvme-path", metavar="DIR", default="/local_nvme", help="with --write: folder for the disk tier")
+    output.add_argument("--json", action="store_true", help="print data instead of tables")
+
+
+def add_config(commands: Any) -> None:
+    parser = commands.add_parser("config", help="check, explain or start a DeepSpeed configuration")
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser("check", help="print every problem, or what becomes of each key")
+    check.add_argument("file", metavar="FILE", help="a DeepSpeed JSON, base64 of it, or - for standard input")
+    check.add_argument("--world", type=int, metavar="N", help="derive the batch sizes for this many ranks too")
+    check.add_argument("--json", action="store_true", help="print data instead of a table")
+    explain = actions.add_parser("explain", help="say what a key does here")
+    explain.add_argument("key", nargs="?", metavar="KEY", help="a key or its full path; without one, all of them")
+    schema = actions.add_parser("schema", help="write the JSON Schema, for editors")
+    schema.add_argument("-o", "--output", metavar="FILE", help="instead of standard output")
+    init = actions.add_parser("init", help="write a starter configuration")
+    init.add_argument("kind", choices=STARTERS, help="what to start from")
+    init.add_argument("-o", "--output", metavar="FILE", help="instead of standard output; never overwritten")

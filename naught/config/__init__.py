@@ -1,0 +1,22 @@
+"""Config: a user's DeepSpeed JSON as one frozen, typed object, or one error that names every problem."""
+
+from naught.config.batch import Batch, derive_batch
+from naught.config.check import Note, Report, check, fill, load, to_document
+from naught.config.placing import placement_of
+from naught.config.read import Source
+from naught.config.schema import Config, Effect
+
+__all__ = [
+    "Batch",
+    "Config",
+    "Effect",
+    "Note",
+    "Report",
+    "Source",
+    "check",
+    "derive_batch",
+    "fill",
+    "load",
+    "placement_of",
+    "to_document",
+]

@@ -1,0 +1,261 @@
+"""Check: from a document to a typed configuration, with every problem found on the way and a note on every key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from naught.config import keys
+from naught.config.contradictions import contradictions
+from naught.config.read import Document, Place, Source, read
+from naught.config.refused import REFUSED, REFUSED_OPTIMIZERS, is_off
+from naught.config.schema import OPTIMIZERS, SCHEDULERS, Block, Config, Effect
+from naught.errors import ConfigError, Problem
+
+__all__ = ["Note", "Report", "check", "fill", "load", "to_document"]
+
+
+class Note(NamedTuple):
+    """What becomes of one key."""
+
+    path: str
+    effect: Effect
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a check; `config` stands only if there are no problems."""
+
+    source: str
+    config: Config
+    notes: tuple[Note, ...]
+    problems: tuple[Problem, ...]
+
+
+def load(source: Source) -> Config:
+    """The configuration, or one ConfigError with everything that is wrong with it."""
+    report = check(source)
+    if report.problems:
+        raise ConfigError(report.source, report.problems)
+    return report.config
+
+
+def check(source: Source) -> Report:
+    """Everything there is to say about a configuration. Raises only if there is no JSON object to be read."""
+    document = read(source)
+    walk = _Walk(document)
+    built = walk.block(Config, document.values, (), "")
+    assert isinstance(built, Config)
+    config = built.model_copy(update={"auto": frozenset(walk.auto)})
+    problems = document.problems + walk.problems
+    troubled = {problem.path for problem in problems}
+    for paths, what, fix in contradictions(config):
+        spellings = [walk.spellings.get(path, path) for path in paths]
+        if troubled.isdisjoint(spellings):
+            problems.append(Problem(spellings[0], what, walk.line(walk.places.get(paths[0], tuple(paths[0].split(".")))), fix))
+    notes = [_note_at_stage(note, config) for note in walk.notes]
+    return Report(document.source, config, tuple(notes), tuple(sorted(problems, key=lambda problem: problem.line or 0)))
+
+
+def _note_at_stage(note: Note, config: Config) -> Note:
+    name = note.path.removeprefix("zero_optimization.")
+    if note.effect is Effect.HONOURED and name.startswith("stage3_") and config.zero_optimization.stage < 3:
+        return Note(note.path, Effect.NONE, f"stage 3 only; this is stage {config.zero_optimization.stage}")
+    return note
+
+
+@dataclass
+class _Walk:
+    """One pass over a document, along the schema."""
+
+    document: Document
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    auto: set[str] = field(default_factory=set)
+    places: dict[str, Place] = field(default_factory=dict)  # canonical path -> where it stands in the document
+    spellings: dict[str, str] = field(default_factory=dict)  # canonical path -> path as the user wrote it
+
+    def block(self, kind: type[Block], values: Mapping[str, Any], place: Place, path: str) -> Block:
+        """Build one block from its members, with defaults where a member is wrong."""
+        members: dict[str, Any] = {}
+        for spelling, value in _modern(kind, values, self).items():
+            spot = (*place, spelling)
+            if _is_remark(spelling):
+                continue
+            name = keys.spelled(kind, spelling)
+            here = f"{path}.{name or spelling}".removeprefix(".")
+            if here in REFUSED:
+                self._refuse(here, value, spot)
+            elif name is None:
+                self.problem(spot, "unknown key", keys.nearest(kind, spelling, path))
+            elif name in members or here in self.auto:
+                self.problem(spot, f"says again what {self.spellings[here].rpartition('.')[2]} says", "remove one")
+            else:
+                self.places[here], self.spellings[here] = spot, _dotted(spot)
+                self._member(kind, name, value, here, members)
+        return self._validate(kind, members, place, path)
+
+    def _member(self, kind: type[Block], name: str, value: Any, path: str, members: dict[str, Any]) -> None:
+        info = keys.fields(kind)[name]
+        inner = keys.variants(info)
+        spot = self.places[path]
+        if inner:
+            if value is None:
+                return  # null stands for an absent block, as Hugging Face writes it
+            if not isinstance(value, dict):
+                self.problem(spot, f"must be an object, is {_shown(value)}")
+                return
+            variant = self._variant(name, inner, value, spot)
+            if variant:
+                members[name] = self.block(variant, value, spot, path)
+            return
+        key = keys.key_of(info)
+        if value == "auto" and isinstance(value, str) and not keys.takes_auto(info):
+            self.auto.add(path)
+            self.notes.append(Note(path, key.effect, "to be filled by whoever starts the run"))
+            return
+        members[name] = value
+        self.notes.append(Note(path, key.effect, key.does or key.why))
+
+    def _variant(self, name: str, inner: tuple[type[Block], ...], value: dict[str, Any], spot: Place) -> type[Block] | None:
+        """The block that an optimizer's or schedule's type names."""
+        known = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}.get(name)
+        if known is None or len(inner) == 1:
+            return inner[0]
+        wanted = value.get("type")
+        if not isinstance(wanted, str):
+            self.problem(
+                (*spot, "type"), "is missing" if wanted is None else f"must be a text, is {_shown(wanted)}", _choices(inner)
+            )
+            return None
+        lowered = wanted.lower()
+        if lowered in known:
+            value["type"] = known[lowered].model_fields["type"].default
+            return known[lowered]
+        if name == "optimizer" and lowered in REFUSED_OPTIMIZERS:
+            self.notes.append(Note(f"{name}.type", Effect.REFUSED, REFUSED_OPTIMIZERS[lowered]))
+            self.problem((*spot, "type"), f'"{wanted}" is not available: {REFUSED_OPTIMIZERS[lowered]}', _choices(inner))
+            return None
+        near = get_close_matches(lowered, known, n=1)
+        guess = f"did you mean {known[near[0]].model_fields['type'].default}?" if near else _choices(inner)
+        self.problem((*spot, "type"), f"{_shown(wanted)} is not known by name", guess)
+        return None
+
+    def _refuse(self, path: str, value: Any, spot: Place) -> None:
+        if is_off(path, value):
+            self.notes.append(Note(path, Effect.NONE, f"switched off; {REFUSED[path]}"))
+            return
+        self.notes.append(Note(path, Effect.REFUSED, REFUSED[path]))
+        self.problem(spot, f"is not available: {REFUSED[path]}", "remove it")
+
+    def _validate(self, kind: type[Block], members: dict[str, Any], place: Place, path: str) -> Block:
+        try:
+            return kind.model_validate(members)
+        except ValidationError as error:
+            wrong = dict.fromkeys(str(item["loc"][0]) for item in error.errors(include_url=False))
+        for name in wrong:
+            value = members.pop(name)
+            here = f"{path}.{name}".removeprefix(".")
+            self.problem(
+                self.places.get(here, (*place, name)), f"must be {keys.allowed(keys.fields(kind)[name])}, is {_shown(value)}"
+            )
+        return kind.model_validate(members)
+
+    def problem(self, spot: Place, what: str, fix: str = "") -> None:
+        self.problems.append(Problem(_dotted(spot), what, self.line(spot), fix))
+
+    def line(self, spot: Place) -> int | None:
+        """The line of a key, or of the nearest block around it that was written."""
+        while spot and spot not in self.document.lines:
+            spot = spot[:-1]
+        return self.document.lines.get(spot)
+
+
+def _is_remark(spelling: str) -> bool:
+    return spelling.startswith(("_", "//", "#", "$")) or spelling in ("comment", "comments")
+
+
+def _choices(inner: tuple[type[Block], ...]) -> str:
+    return "choose " + ", ".join(str(variant.model_fields["type"].default) for variant in inner)
+
+
+def _dotted(spot: Place) -> str:
+    return ".".join(str(part) for part in spot)[:300]
+
+
+def _shown(value: Any) -> str:
+    kinds: list[tuple[type, Callable[[Any], str]]] = [
+        (bool, lambda flag: f"{str(flag).lower()} (a boolean)"),
+        (str, lambda text: f'"{text[:60]}" (a text)'),
+        (dict, lambda _: "an object"),
+        (list, lambda members: f"a list of {len(members)}" if len(members) > 4 else f"[{', '.join(map(_shown, members))}]"),
+        (float, lambda number: "NaN" if math.isnan(number) else repr(number)),
+    ]
+    if value is None:
+        return "null"
+    return next((show(value) for kind, show in kinds if isinstance(value, kind)), repr(value)[:60])
+
+
+# --- old ways of saying things ----------------------------------------------------------------------------------------
+
+_OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+
+def _modern(kind: type[Block], values: Mapping[str, Any], walk: _Walk) -> Mapping[str, Any]:
+    """The members of a block, with keys that DeepSpeed has renamed in another form put into the present one."""
+    if kind is Config and isinstance(values.get("zero_optimization"), bool):
+        walk.notes.append(Note("zero_optimization", Effect.HONOURED, "an old way to say stage 1 (true) or 0 (false)"))
+        return {**values, "zero_optimization": {"stage": int(values["zero_optimization"])}}
+    if "stage" not in keys.fields(kind):
+        return values
+    modern = {key: value for key, value in values.items() if key not in (*_OLD_OFFLOADS, "cpu_offload_use_pin_memory")}
+    pinned = values.get("cpu_offload_use_pin_memory")
+    for old, new in _OLD_OFFLOADS.items():
+        asked = values.get(old)
+        spot = ("zero_optimization", old)
+        if asked in (None, "auto"):
+            continue
+        if not isinstance(asked, bool):
+            walk.problem(spot, f"must be true or false, is {_shown(asked)}")
+        elif asked and isinstance(values.get(new), dict):
+            walk.problem(spot, f"says again what {new} says", "remove cpu_offload, which is the old name")
+        else:
+            walk.notes.append(Note(f"zero_optimization.{old}", Effect.HONOURED, f"the old name of {new}"))
+            if asked:
+                modern[new] = {"device": "cpu"} | ({} if pinned is None else {"pin_memory": pinned})
+                if spot in walk.document.lines:
+                    walk.document.lines.setdefault(("zero_optimization", new), walk.document.lines[spot])
+    return modern
+
+
+# --- filling in "auto" ------------------------------------------------------------------------------------------------
+
+
+def to_document(config: Config) -> dict[str, Any]:
+    """The configuration as the JSON object that says the same: what was given, and "auto" where it was."""
+    document: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
+    for path in sorted(config.auto):
+        _put(document, path, "auto")
+    return document
+
+
+def fill(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with values for keys that are "auto", by path; other keys are the user's and stay."""
+    document = to_document(config)
+    for path, value in values.items():
+        if path in config.auto:
+            _put(document, path, value)
+    return load(document)
+
+
+def _put(document: dict[str, Any], path: str, value: Any) -> None:
+    *blocks, name = path.split(".")
+    for block in blocks:
+        document = document.setdefault(block, {})
+    document[name] = value

@@ -1,0 +1,122 @@
+"""Contradictions: settings that are fine alone and cannot be meant together. One generator for each pair of ideas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from naught.config.schema import Config
+
+__all__ = ["Conflict", "contradictions"]
+
+
+class Conflict(NamedTuple):
+    """Keys that contradict each other, the one to blame first. If one of them is wrong by itself, that is said instead."""
+
+    paths: tuple[str, ...]
+    what: str
+    fix: str
+
+
+def contradictions(config: Config) -> Iterator[Conflict]:
+    for rule in (_precision, _offload, _batch, _loss_scale, _schedule, _clipping, _momentum):
+        yield from rule(config)
+
+
+def _precision(config: Config) -> Iterator[Conflict]:
+    if config.fp16.enabled and config.bf16.enabled:
+        yield Conflict(("bf16.enabled", "fp16.enabled"), "fp16.enabled and bf16.enabled are both true", "choose one")
+    if config.torch_autocast.enabled and (config.fp16.enabled or config.bf16.enabled):
+        chosen = "fp16" if config.fp16.enabled else "bf16"
+        yield Conflict(
+            ("torch_autocast.enabled", f"{chosen}.enabled"), f"torch_autocast and {chosen} are both enabled", "choose one"
+        )
+
+
+def _offload(config: Config) -> Iterator[Conflict]:
+    zero = config.zero_optimization
+    known_stage = "zero_optimization.stage" not in config.auto
+    param, optim = zero.offload_param, zero.offload_optimizer
+    if param and param.device != "none" and zero.stage < 3 and known_stage:
+        yield Conflict(
+            ("zero_optimization.offload_param", "zero_optimization.stage"),
+            f"needs stage 3, but the stage is {zero.stage}: whole parameters cannot leave the device",
+            "set stage to 3 or remove it",
+        )
+    if optim and optim.device != "none" and zero.stage < 1 and known_stage:
+        paths = ("zero_optimization.offload_optimizer", "zero_optimization.stage")
+        yield Conflict(paths, "needs stage 1 to 3, but the stage is 0", "set a stage")
+    for name, block in (("offload_param", param), ("offload_optimizer", optim)):
+        path = f"zero_optimization.{name}.nvme_path"
+        if block and block.device == "nvme" and not block.nvme_path and path not in config.auto:
+            yield Conflict((path,), f'{name}.device is "nvme" but nvme_path is not set', "name a folder on the disk")
+    if config.naught.gradients in ("host", "disk") and zero.stage < 2 and known_stage:
+        paths = ("naught.gradients", "zero_optimization.stage")
+        yield Conflict(paths, f"whole gradients (stage {zero.stage}) cannot leave the device", "set stage to 2 or 3")
+    if config.naught.gradients == "disk" and not _disk_path(config):
+        yield Conflict(("naught.gradients", "naught.nvme_path"), "is disk, but no nvme_path is set", "set naught.nvme_path")
+
+
+def _disk_path(config: Config) -> str | None:
+    zero = config.zero_optimization
+    blocks = (zero.offload_optimizer, zero.offload_param)
+    return config.naught.nvme_path or next((block.nvme_path for block in blocks if block and block.nvme_path), None)
+
+
+def _batch(config: Config) -> Iterator[Conflict]:
+    train, micro, steps = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if train is None or (micro is None and steps is None):
+        return
+    if train % ((micro or 1) * (steps or 1)):
+        said = " x ".join(str(number) for number in (micro, steps) if number)
+        yield Conflict(
+            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+            f"{train} is not a multiple of {said}, for any number of ranks",
+            "train_batch_size = micro-batch x accumulation x ranks",
+        )
+
+
+def _loss_scale(config: Config) -> Iterator[Conflict]:
+    fp16 = config.fp16
+    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
+        paths = ("fp16.min_loss_scale", "fp16.initial_scale_power", "fp16.loss_scale")
+        yield Conflict(paths, f"{fp16.min_loss_scale:g} is above the first scale, 2^{fp16.initial_scale_power}", "lower it")
+
+
+_ORDERED = (
+    ("warmup_min_lr", "warmup_max_lr"),
+    ("cycle_min_lr", "cycle_max_lr"),
+    ("warmup_num_steps", "total_num_steps"),
+    ("cycle_min_mom", "cycle_max_mom"),
+)
+
+
+def _schedule(config: Config) -> Iterator[Conflict]:
+    if config.scheduler is None:
+        return
+    params: dict[str, Any] = config.scheduler.params.model_dump()
+    for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr"):
+        path = f"scheduler.params.{name}"
+        if name in params and params[name] is None and path not in config.auto:
+            yield Conflict((path,), f"{config.scheduler.type} needs it", "give a number")
+    for low, high in _ORDERED:
+        a, b = params.get(low), params.get(high)
+        paths = (f"scheduler.params.{low}", f"scheduler.params.{high}")
+        if config.auto.isdisjoint(paths) and isinstance(a, int | float) and isinstance(b, int | float) and a > b:
+            yield Conflict(paths, f"{a} is above {high}, {b}", "swap or change them")
+
+
+def _clipping(config: Config) -> Iterator[Conflict]:
+    if config.optimizer is None or "gradient_clipping" not in config.model_fields_set:
+        return
+    old = config.optimizer.params.max_grad_norm
+    if old is not None and old != config.gradient_clipping:
+        paths = ("optimizer.params.max_grad_norm", "gradient_clipping")
+        yield Conflict(paths, f"{old} is not gradient_clipping, {config.gradient_clipping}", "keep gradient_clipping")
+
+
+def _momentum(config: Config) -> Iterator[Conflict]:
+    params = config.optimizer.params if config.optimizer else None
+    if getattr(params, "nesterov", False) and not getattr(params, "momentum", 0):
+        paths = ("optimizer.params.nesterov", "optimizer.params.momentum", "optimizer.params.dampening")
+        yield Conflict(paths, "needs a momentum above 0", "set momentum")

@@ -1,0 +1,580 @@
+"""Schema: every key that a configuration may hold, declared once: type, range, default, meaning, and how DeepSpeed differs.
+
+The typed object, the checks, `naught config explain`, the JSON Schema and the page of defaults all come from here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+
+__all__ = ["OPTIMIZERS", "SAME", "SCHEDULERS", "Block", "Config", "Effect", "Key"]
+
+
+class Effect(StrEnum):
+    HONOURED = "honoured"
+    NONE = "no effect"
+    REFUSED = "refused"
+
+
+SAME = object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key does here. `peer` is DeepSpeed 0.19.8's default where ours differs; `why` says why it differs, or
+    why the key has no effect; `also` lists other spellings."""
+
+    does: str
+    why: str = ""
+    effect: Effect = Effect.HONOURED
+    peer: Any = SAME
+    also: tuple[str, ...] = ()
+
+
+def _idle(why: str, *, also: tuple[str, ...] = ()) -> Key:
+    return Key("", why, Effect.NONE, also=also)
+
+
+def _whole(value: Any) -> int:
+    """5e8 is a whole number to whoever wrote it; true, "3" and 1.5 are not."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or abs(value) >= 2**63:
+        raise ValueError("not a whole number")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e300:
+        raise ValueError("not a finite number")
+    return float(value)
+
+
+def _steps(value: Any) -> Any:
+    """Hugging Face passes infinity to mean never."""
+    return None if isinstance(value, float) and value == math.inf else value
+
+
+def _dropped(_: Any) -> None:
+    return None
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _precision(value: Any) -> Any:
+    names = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "bfp16": "bf16"}
+    lowered = _lower(value)
+    lowered = lowered.removeprefix("torch.") if isinstance(lowered, str) else lowered
+    return names.get(lowered, lowered) if isinstance(lowered, str) else lowered
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Real = Annotated[float, BeforeValidator(_real)]
+Share = Annotated[Real, Field(ge=0, le=1)]
+Positive = Annotated[Whole, Field(ge=1)]
+Count = Annotated[Whole, Field(ge=0)]
+Flag = StrictBool
+Text = Annotated[str, Field(strict=True, max_length=4096)]
+Names = tuple[Text, ...]
+Rates = Annotated[Real, Field(ge=0)] | tuple[Annotated[Real, Field(ge=0)], ...]
+Precision = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_precision)]
+Betas = tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]]
+Opaque = Annotated[None, BeforeValidator(_dropped)]
+
+
+class Block(BaseModel):
+    """An object of the configuration; its fields are its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# --- zero_optimization ------------------------------------------------------------------------------------------------
+
+_DEVICES = Literal["none", "cpu", "nvme"]
+
+
+class OffloadOptimizer(Block):
+    device: Annotated[
+        _DEVICES,
+        BeforeValidator(_lower),
+        Key("where optimizer states and gradients rest: with the parameters, in host memory or on disk"),
+    ] = "none"
+    nvme_path: Annotated[Text | None, Key("folder for states on disk; needed when device is nvme")] = None
+    pin_memory: Annotated[Flag, Key("register host slabs with the GPU driver, which makes copies about six times faster")] = True
+    ratio: Annotated[Share, Key("share of the states that leaves the device; the rest is updated there")] = 1.0
+    buffer_count: Annotated[Count, _idle("staging is sized from the plan")] = 4
+    pipeline_read: Annotated[Flag, _idle("reads always run ahead of the update")] = False
+    pipeline_write: Annotated[Flag, _idle("writes always run behind the update")] = False
+    pipeline: Annotated[Flag, _idle("reads and writes always overlap the update")] = False
+    fast_init: Annotated[Flag, _idle("states are made where they rest")] = False
+    super_offload: Annotated[Flag, _idle("the update always overlaps backward and the next forward")] = False
+    cpuadam_cores_perc: Annotated[Share, _idle("the update runs on the cores that the rank is bound to")] = 0.8
+
+
+class OffloadParam(Block):
+    device: Annotated[
+        _DEVICES, BeforeValidator(_lower), Key("where 16-bit parameter shards rest: on the device, in host memory or on disk")
+    ] = "none"
+    nvme_path: Annotated[Text | None, Key("folder for parameters on disk; needed when device is nvme")] = None
+    pin_memory: Annotated[Flag, Key("register host slabs with the GPU driver")] = True
+    max_in_cpu: Annotated[Count, Key("elements that stay in host memory although device is nvme")] = 10**9
+    buffer_count: Annotated[Count, _idle("staging is sized from the plan")] = 5
+    buffer_size: Annotated[Count, _idle("staging is sized from the plan, so no parameter is too large for it")] = 10**8
+
+
+class LeafModule(Block):
+    classes: Annotated[Names, Key("classes whose modules are one unit each")] = Field(
+        (), json_schema_extra={"peer": "three Hugging Face MoE blocks"}
+    )
+    names: Annotated[Names, Key("full names of modules that are one unit each")] = ()
+    name_suffixes: Annotated[Names, Key("ends of the names of modules that are one unit each")] = ()
+
+
+class Zero(Block):
+    stage: Annotated[
+        Whole,
+        Field(ge=0, le=3),
+        Key("what is split over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too"),
+    ] = 0
+    offload_optimizer: Annotated[OffloadOptimizer | None, Key("moves optimizer states and gradients off the device")] = None
+    offload_param: Annotated[OffloadParam | None, Key("moves parameter shards off the device; stage 3 only")] = None
+    reduce_bucket_size: Annotated[Positive, Key("most elements that one reduce-scatter carries")] = 500_000_000
+    allgather_bucket_size: Annotated[Positive, Key("most elements that one all-gather carries")] = 500_000_000
+    overlap_comm: Annotated[
+        Flag | None,
+        Key(
+            "false issues each collective only where it is needed, for debugging",
+            "the plan overlaps at every stage; DeepSpeed does from stage 3",
+            peer="true at stage 3 only",
+        ),
+    ] = None
+    sub_group_size: Annotated[Count, Key("most elements that one update touches at once; 0 means one unit", also=())] = 10**9
+    stage3_prefetch_bucket_size: Annotated[
+        Count,
+        Key(
+            "elements fetched ahead of their use, rounded up to one unit; 0 turns prefetching off", also=("prefetch_bucket_size",)
+        ),
+    ] = 50_000_000
+    stage3_param_persistence_threshold: Annotated[
+        Count, Key("parameters of fewer elements stay gathered", also=("param_persistence_threshold",))
+    ] = 100_000
+    stage3_model_persistence_threshold: Annotated[
+        Count, Key("most elements that may stay gathered in all", also=("model_persistence_threshold",))
+    ] = 2**63 - 1
+    stage3_max_live_parameters: Annotated[
+        Count, Key("most elements that are gathered at once, rounded up to one unit", also=("max_live_parameters",))
+    ] = 10**9
+    stage3_max_reuse_distance: Annotated[
+        Count,
+        Key("a unit that is used again before this many elements are gathered is not released", also=("max_reuse_distance",)),
+    ] = 10**9
+    stage3_module_granularity_threshold: Annotated[
+        Count, Key("modules with fewer elements for each layer are made one unit", also=("module_granularity_threshold",))
+    ] = 0
+    stage3_gather_16bit_weights_on_model_save: Annotated[
+        Flag,
+        Key(
+            "save_16bit_model writes whole weights",
+            also=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+        ),
+    ] = False
+    leaf_module: Annotated[LeafModule, Key("modules to treat as one unit")] = LeafModule()
+    compute_grad_norm: Annotated[
+        Flag, Key("false skips the norm where nothing needs it, so that updates start during backward")
+    ] = True
+    load_from_fp32_weights: Annotated[
+        Flag, Key("masters come from the checkpoint's 32-bit weights, not from its 16-bit ones")
+    ] = True
+    contiguous_gradients: Annotated[Flag, _idle("gradients always go into one flat buffer for each unit")] = True
+    reduce_scatter: Annotated[Flag, _idle("split gradients are always reduce-scattered, whole ones never")] = True
+    use_multi_rank_bucket_allreduce: Annotated[Flag, _idle("a unit's gradients are one collective for all owners")] = True
+    allgather_partitions: Annotated[Flag, _idle("weights are always all-gathered")] = True
+    ignore_unused_parameters: Annotated[Flag, _idle("a parameter without a gradient is always tolerated, and left untouched")] = (
+        True
+    )
+    round_robin_gradients: Annotated[Flag, _idle("every rank already owns an equal part of every unit")] = False
+    parameter_alignment: Annotated[Flag, _idle("every parameter is aligned")] = False
+    memory_efficient_linear: Annotated[
+        Flag, _idle("no layer is patched; freed weights come back where autograd looks for them")
+    ] = True
+    override_module_apply: Annotated[Flag, _idle("no module method is patched")] = True
+    pipeline_loading_checkpoint: Annotated[Flag, _idle("each rank reads only its own bytes")] = False
+    elastic_checkpoint: Annotated[Flag, _idle("every checkpoint loads at any world size")] = False
+    log_trace_cache_warnings: Annotated[Flag, _idle("a new order of modules is planned anew, not warned about")] = False
+    enable_sanity_checks: Annotated[Flag, _idle("ranks always compare models and plans")] = False
+    stage3_use_all_reduce_for_fetch_params: Annotated[
+        Flag, _idle("weights are gathered into place", also=("use_all_reduce_for_fetch_params",))
+    ] = False
+    stage3_allgather_sequential: Annotated[Flag, _idle("a unit is one collective", also=("allgather_sequential",))] = False
+    save_muon_momentum_buffer_in_memory: Annotated[Flag, _idle("there is no Muon")] = False
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+class Fp16(Block):
+    enabled: Annotated[Flag, Key("16-bit floats for weights and gradients, 32-bit masters, scaled loss")] = False
+    auto_cast: Annotated[Flag, Key("cast the model's floating inputs to fp16")] = False
+    loss_scale: Annotated[Real, Field(ge=0), Key("fixed factor on the loss; 0 adapts it")] = 0.0
+    initial_scale_power: Annotated[Whole, Field(ge=0, le=127), Key("the first adaptive scale is 2 to this power")] = 16
+    loss_scale_window: Annotated[Positive, Key("steps without overflow before the scale doubles")] = 1000
+    hysteresis: Annotated[Positive, Key("overflows that are forgiven before the scale halves")] = 2
+    consecutive_hysteresis: Annotated[Flag, Key("a step without overflow restores the forgiveness")] = False
+    min_loss_scale: Annotated[Real, Field(gt=0), Key("the adaptive scale never falls below this")] = 1.0
+    fused_mode: Annotated[Flag, _idle("there is one implementation")] = True
+
+
+class Bf16(Block):
+    enabled: Annotated[Flag, Key("bfloat16 weights and gradients with 32-bit masters")] = False
+    check_grad_overflow: Annotated[Flag, Key("skip a step whose gradients are not finite", also=("check_overflow",))] = True
+    immediate_grad_update: Annotated[Flag, _idle("gradients are always taken up as they are made")] = False
+
+
+class Autocast(Block):
+    enabled: Annotated[Flag, Key("run the forward under torch.autocast; weights keep their precision")] = False
+    dtype: Annotated[Precision, Key("precision of autocast")] = "bf16"
+    lower_precision_safe_modules: Annotated[Names | None, Key("module classes whose weights may travel in this precision")] = None
+
+
+class DataTypes(Block):
+    grad_accum_dtype: Annotated[
+        Precision | None,
+        Key(
+            "precision in which micro-batches are summed; null is fp32 when there are several",
+            "sums of many bf16 gradients lose bits",
+            peer="the model's",
+        ),
+    ] = None
+    param_dtype: Annotated[Precision | None, Key("precision of weights in the forward; null follows fp16 and bf16")] = None
+    buffer_dtype: Annotated[Precision | None, Key("precision of buffers; null leaves them as they are")] = None
+    keep_in_fp32_modules: Annotated[
+        Names | Literal["auto"] | None, Key("module names or classes that keep 32-bit weights; auto asks the model")
+    ] = "auto"
+
+
+# --- optimizers and schedules -----------------------------------------------------------------------------------------
+
+
+class _Params(Block):
+    lr: Annotated[Real, Field(ge=0), Key("learning rate")] = 1e-3
+    weight_decay: Annotated[Real, Field(ge=0), Key("decay of weights towards zero")] = 0.0
+    max_grad_norm: Annotated[Annotated[Real, Field(ge=0)] | None, Key("old place of gradient_clipping")] = None
+    fused: Annotated[Flag | None, _idle("the fused kernel is always used")] = None
+    foreach: Annotated[Flag | None, _idle("the fused kernel is always used")] = None
+
+
+class AdamParams(_Params):
+    betas: Annotated[Betas, Key("decay of the two moments")] = (0.9, 0.999)
+    eps: Annotated[Real, Field(ge=0), Key("added to the root of the second moment")] = 1e-8
+    adam_w_mode: Annotated[Flag, Key("decoupled weight decay (AdamW) also under the name Adam", also=("adamw_mode",))] = True
+    bias_correction: Annotated[Literal[True], Key("correct the moments for their start at zero")] = True
+    amsgrad: Annotated[Literal[False], Key("not available")] = False
+    torch_adam: Annotated[Flag, _idle("the update is torch's own kernel")] = False
+    fp32_optimizer_states: Annotated[Flag, _idle("states are always 32-bit")] = True
+    freeze_step: Annotated[Opaque, _idle("belongs to 1-bit Adam")] = None
+
+
+class SgdParams(_Params):
+    momentum: Annotated[Share, Key("share of the last step that goes on")] = 0.0
+    dampening: Annotated[Share, Key("share by which the gradient is damped")] = 0.0
+    nesterov: Annotated[Flag, Key("look ahead along the momentum")] = False
+
+
+class LionParams(_Params):
+    betas: Annotated[Betas, Key("weights of the old moment in the step and in the new moment")] = (0.9, 0.99)
+
+
+class AdagradParams(_Params):
+    lr: Annotated[Real, Field(ge=0), Key("learning rate")] = 1e-2
+    lr_decay: Annotated[Real, Field(ge=0), Key("decay of the learning rate")] = 0.0
+    eps: Annotated[Real, Field(ge=0), Key("added to the root of the sum of squares")] = 1e-10
+    initial_accumulator_value: Annotated[Real, Field(ge=0), Key("what the sum of squares starts from")] = 0.0
+
+
+class _Optimizer(Block):
+    legacy_fusion: Annotated[Flag, _idle("there is one implementation")] = False
+
+
+class Adam(_Optimizer):
+    type: Annotated[Literal["Adam"], Key("Adam; decoupled decay unless adam_w_mode is false")] = "Adam"
+    params: Annotated[AdamParams, Key("hyperparameters")] = AdamParams()
+
+
+class AdamW(_Optimizer):
+    type: Annotated[Literal["AdamW"], Key("Adam with decoupled weight decay")] = "AdamW"
+    params: Annotated[AdamParams, Key("hyperparameters")] = AdamParams()
+
+
+class Sgd(_Optimizer):
+    type: Annotated[Literal["SGD"], Key("gradient descent with momentum")] = "SGD"
+    params: Annotated[SgdParams, Key("hyperparameters")] = SgdParams()
+
+
+class Lion(_Optimizer):
+    type: Annotated[Literal["Lion"], Key("sign descent with one moment")] = "Lion"
+    params: Annotated[LionParams, Key("hyperparameters")] = LionParams()
+
+
+class Adagrad(_Optimizer):
+    type: Annotated[Literal["Adagrad"], Key("descent scaled by the sum of squares")] = "Adagrad"
+    params: Annotated[AdagradParams, Key("hyperparameters")] = AdagradParams()
+
+
+class WarmupParams(Block):
+    warmup_min_lr: Annotated[Rates, Key("learning rate at the start")] = 0.0
+    warmup_max_lr: Annotated[Rates, Key("learning rate after the warm-up")] = 1e-3
+    warmup_num_steps: Annotated[Count, Key("steps of the warm-up")] = 1000
+    warmup_type: Annotated[Literal["log", "linear"], Key("shape of the warm-up")] = "log"
+    last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
+
+
+class WarmupDecayParams(WarmupParams):
+    total_num_steps: Annotated[Positive | None, Key("step at which the rate is zero again; needed")] = None
+
+
+class WarmupCosineParams(Block):
+    total_num_steps: Annotated[Positive | None, Key("step at which the cosine ends; needed")] = None
+    warmup_min_ratio: Annotated[Share, Key("share of the rate at the start")] = 0.0
+    warmup_num_steps: Annotated[Count, Key("steps of the warm-up")] = 1000
+    cos_min_ratio: Annotated[Share, Key("share of the rate at the end")] = 1e-4
+    warmup_type: Annotated[Literal["log", "linear"], Key("shape of the warm-up")] = "log"
+    last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
+
+
+class OneCycleParams(Block):
+    cycle_min_lr: Annotated[Rates | None, Key("lowest rate of the cycle; needed")] = None
+    cycle_max_lr: Annotated[Rates | None, Key("highest rate of the cycle; needed")] = None
+    decay_lr_rate: Annotated[Real, Field(ge=0), Key("decay of the rate after the cycle")] = 0.0
+    cycle_first_step_size: Annotated[Positive, Key("steps of the rise")] = 2000
+    cycle_second_step_size: Annotated[Positive | None, Key("steps of the fall; null is as many as the rise")] = None
+    cycle_first_stair_count: Annotated[Count, Key("stairs of the rise; 0 is a slope")] = 0
+    cycle_second_stair_count: Annotated[Count | None, Key("stairs of the fall")] = None
+    decay_step_size: Annotated[Count, Key("steps between decays")] = 0
+    cycle_momentum: Annotated[Flag, Key("cycle the momentum too")] = True
+    cycle_min_mom: Annotated[Share, Key("lowest momentum")] = 0.8
+    cycle_max_mom: Annotated[Share, Key("highest momentum")] = 0.9
+    decay_mom_rate: Annotated[Real, Field(ge=0), Key("decay of the momentum after the cycle")] = 0.0
+    last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
+
+
+class RangeTestParams(Block):
+    lr_range_test_min_lr: Annotated[Rates, Key("rate to start from")] = 1e-3
+    lr_range_test_step_size: Annotated[Positive, Key("steps between increases")] = 2000
+    lr_range_test_step_rate: Annotated[Real, Field(gt=0), Key("increase")] = 1.0
+    lr_range_test_staircase: Annotated[Flag, Key("increase in stairs")] = False
+    last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
+
+
+class WarmupLR(Block):
+    type: Annotated[Literal["WarmupLR"], Key("rise, then stay")] = "WarmupLR"
+    params: Annotated[WarmupParams, Key("its numbers")] = WarmupParams()
+
+
+class WarmupDecayLR(Block):
+    type: Annotated[Literal["WarmupDecayLR"], Key("rise, then fall to zero on a line")] = "WarmupDecayLR"
+    params: Annotated[WarmupDecayParams, Key("its numbers")] = WarmupDecayParams()
+
+
+class WarmupCosineLR(Block):
+    type: Annotated[Literal["WarmupCosineLR"], Key("rise, then fall along a cosine")] = "WarmupCosineLR"
+    params: Annotated[WarmupCosineParams, Key("its numbers")] = WarmupCosineParams()
+
+
+class OneCycle(Block):
+    type: Annotated[Literal["OneCycle"], Key("one rise and fall, then decay")] = "OneCycle"
+    params: Annotated[OneCycleParams, Key("its numbers")] = OneCycleParams()
+
+
+class LRRangeTest(Block):
+    type: Annotated[Literal["LRRangeTest"], Key("an ever higher rate, to find the limit")] = "LRRangeTest"
+    params: Annotated[RangeTestParams, Key("its numbers")] = RangeTestParams()
+
+
+OPTIMIZERS: dict[str, type[Block]] = {"adam": Adam, "adamw": AdamW, "sgd": Sgd, "lion": Lion, "adagrad": Adagrad}
+SCHEDULERS: dict[str, type[Block]] = {
+    "warmuplr": WarmupLR,
+    "warmupdecaylr": WarmupDecayLR,
+    "warmupcosinelr": WarmupCosineLR,
+    "onecycle": OneCycle,
+    "lrrangetest": LRRangeTest,
+}
+
+
+# --- memory of activations, disk, checkpoints -------------------------------------------------------------------------
+
+
+class ActivationCheckpointing(Block):
+    partition_activations: Annotated[
+        Flag, Key("model-parallel ranks keep a part of each checkpoint and gather it for the recompute")
+    ] = False
+    cpu_checkpointing: Annotated[Flag, Key("checkpoints rest in host memory")] = False
+    contiguous_memory_optimization: Annotated[Flag, Key("checkpoints share one buffer made at the start")] = False
+    number_checkpoints: Annotated[Positive | None, Key("how many checkpoints that buffer holds; null is one for each block")] = (
+        None
+    )
+    synchronize_checkpoint_boundary: Annotated[Flag, _idle("nothing waits for the device at a checkpoint")] = False
+    profile: Annotated[Flag, _idle("wall_clock_breakdown times every phase")] = False
+
+
+class Aio(Block):
+    block_size: Annotated[
+        Whole, Field(ge=4096), Key("bytes of one disk request", "16 MiB reaches the disk's rate with few requests", peer=2**20)
+    ] = 2**24
+    queue_depth: Annotated[Positive, Key("requests in flight")] = 8
+    intra_op_parallelism: Annotated[
+        Positive, Key("threads that move bytes", "one Python thread cannot fill a fast disk", peer=1, also=("thread_count",))
+    ] = 4
+    single_submit: Annotated[Flag, _idle("requests are system calls of threads")] = False
+    overlap_events: Annotated[Flag, _idle("requests are system calls of threads")] = True
+
+
+class Checkpoint(Block):
+    use_node_local_storage: Annotated[Flag, Key("every node saves to a folder of its own")] = False
+    tag_validation: Annotated[
+        Literal["ignore", "warn", "fail"],
+        BeforeValidator(_lower),
+        _idle("ranks always agree on the name before anything is written"),
+    ] = "warn"
+    load_universal: Annotated[Flag, _idle("every checkpoint loads at any world size, stage and tier")] = False
+    checkpoint_serialization: Annotated[Flag, _idle("the format is JSON and raw bytes")] = True
+    writer: Annotated[Opaque, _idle("large sequential writes are the only way")] = None
+    parallel_write: Annotated[Opaque, _idle("every rank writes its own shards")] = None
+
+
+# --- observation ------------------------------------------------------------------------------------------------------
+
+
+class Tensorboard(Block):
+    enabled: Annotated[Flag, Key("write scalars for TensorBoard")] = False
+    output_path: Annotated[Text, Key("folder for the files")] = ""
+    job_name: Annotated[Text, Key("folder of this run below it", "no name of another product", peer="DeepSpeedJobName")] = (
+        "naught"
+    )
+
+
+class CsvMonitor(Block):
+    enabled: Annotated[Flag, Key("write scalars as CSV")] = False
+    output_path: Annotated[Text, Key("folder for the files")] = ""
+    job_name: Annotated[Text, Key("folder of this run below it", "no name of another product", peer="DeepSpeedJobName")] = (
+        "naught"
+    )
+
+
+class Wandb(Block):
+    enabled: Annotated[Flag, Key("send scalars to Weights & Biases")] = False
+    group: Annotated[Text | None, Key("group of the run")] = None
+    team: Annotated[Text | None, Key("team of the run")] = None
+    project: Annotated[Text, Key("project of the run", "no name of another product", peer="deepspeed")] = "naught"
+
+
+class CommsLogger(Block):
+    enabled: Annotated[Flag, Key("log every collective with its bytes")] = False
+    verbose: Annotated[Flag, Key("a line for each call, not only the sum")] = False
+    prof_all: Annotated[Flag, Key("log all collectives, not only prof_ops")] = True
+    prof_ops: Annotated[Names, Key("names of the collectives to log")] = ()
+    debug: Annotated[Flag, Key("name the unit that called")] = False
+
+
+class FlopsProfiler(Block):
+    enabled: Annotated[Flag, Key("count the operations of one step")] = False
+    profile_step: Annotated[Positive, Key("which step")] = 1
+    module_depth: Annotated[Whole, Field(ge=-1), Key("how deep to list modules; -1 is all")] = -1
+    top_modules: Annotated[Positive, Key("how many modules to list on each level")] = 1
+    detailed: Annotated[Flag, Key("list every module")] = True
+    output_file: Annotated[Text | None, Key("file for the listing; null is the console")] = None
+    recompute_fwd_factor: Annotated[Share, Key("share of the forward that is recomputed")] = 0.0
+
+
+class Throughput(Block):
+    enabled: Annotated[Flag, Key("measure samples a second")] = True
+    synchronized: Annotated[Flag, _idle("no timer waits for the device")] = True
+
+
+class Timers(Block):
+    throughput: Annotated[Throughput, Key("the throughput timer")] = Throughput()
+
+
+# --- ours alone -------------------------------------------------------------------------------------------------------
+
+
+class Naught(Block):
+    placement: Annotated[
+        Literal["stage", "pooled"],
+        Key("stage: as zero_optimization says; pooled: each unit's states go to the nearest tier with room"),
+    ] = "stage"
+    gradients: Annotated[
+        Literal["follow", "device", "host", "disk"],
+        Key("tier of split gradients; follow: host when the optimizer has left the device"),
+    ] = "follow"
+    tiles: Annotated[
+        Whole, Field(ge=1, le=4096), Key("pieces into which each large linear layer is split, to gather one at a time")
+    ] = 1
+    nvme_path: Annotated[Text | None, Key("folder for what the pool puts on disk")] = None
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+class Config(Block):
+    """A configuration, complete and frozen. `auto` names the keys that whoever starts the run still has to fill."""
+
+    train_batch_size: Annotated[Positive | None, Key("samples in one step over all ranks")] = None
+    train_micro_batch_size_per_gpu: Annotated[Positive | None, Key("samples in one forward of one rank")] = None
+    gradient_accumulation_steps: Annotated[Positive | None, Key("forwards and backwards before one update")] = None
+    managed_gradient_accumulation: Annotated[Flag, Key("false lets the caller say when a step is complete")] = True
+    gradient_clipping: Annotated[Real, Field(ge=0), Key("largest norm of all gradients together; 0 does not clip")] = 1.0
+    steps_per_print: Annotated[
+        Positive | None, BeforeValidator(_steps), Key("steps between two lines of the log; null or inf is never")
+    ] = None
+    optimizer: Annotated[Adam | AdamW | Sgd | Lion | Adagrad | None, Key("the update rule; null expects one from the caller")] = (
+        None
+    )
+    scheduler: Annotated[
+        WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest | None, Key("the learning rate over time")
+    ] = None
+    zero_optimization: Annotated[Zero, Key("what is split, and where it rests")] = Zero()
+    fp16: Annotated[Fp16, Key("half precision with a scaled loss")] = Fp16()
+    bf16: Annotated[Bf16, Key("bfloat16 precision", also=("bfloat16",))] = Bf16()
+    torch_autocast: Annotated[Autocast, Key("mixed precision by operator")] = Autocast()
+    data_types: Annotated[DataTypes, Key("precision of single kinds of data")] = DataTypes()
+    communication_data_type: Annotated[Precision | None, Key("precision of gradients on the wire; null is their own")] = None
+    prescale_gradients: Annotated[Flag, Key("divide gradients before they are summed, not after")] = False
+    gradient_predivide_factor: Annotated[Real, Field(gt=0), Key("part of the division that comes before the sum")] = 1.0
+    gradient_allreduce_op: Annotated[
+        Literal["mean", "sum"], BeforeValidator(_lower), Key("how ranks' gradients are combined")
+    ] = "mean"
+    activation_checkpointing: Annotated[ActivationCheckpointing, Key("where checkpoints of activations rest")] = (
+        ActivationCheckpointing()
+    )
+    aio: Annotated[Aio, Key("how the disk is read and written")] = Aio()
+    checkpoint: Annotated[Checkpoint, Key("how training is saved")] = Checkpoint()
+    dataloader_drop_last: Annotated[Flag, Key("leave out the last, smaller batch")] = False
+    wall_clock_breakdown: Annotated[Flag, Key("log the time of every phase")] = False
+    memory_breakdown: Annotated[Flag, Key("log the memory of every phase by category")] = False
+    comms_logger: Annotated[CommsLogger, Key("a log of collectives")] = CommsLogger()
+    flops_profiler: Annotated[FlopsProfiler, Key("a count of operations")] = FlopsProfiler()
+    timers: Annotated[Timers, Key("timers")] = Timers()
+    tensorboard: Annotated[Tensorboard, Key("a sink for scalars")] = Tensorboard()
+    csv_monitor: Annotated[CsvMonitor, Key("a sink for scalars")] = CsvMonitor()
+    wandb: Annotated[Wandb, Key("a sink for scalars")] = Wandb()
+    naught: Annotated[Naught, Key("settings that DeepSpeed does not have")] = Naught()
+    zero_allow_untested_optimizer: Annotated[
+        Flag, _idle("every elementwise optimizer is exact under ZeRO; others are refused with the reason")
+    ] = False
+    zero_force_ds_cpu_optimizer: Annotated[Flag, _idle("the CPU update is the same rule as the GPU's")] = True
+    disable_allgather: Annotated[Flag, _idle("weights are always all-gathered")] = False
+    dump_state: Annotated[Flag, _idle("naught config check prints the configuration")] = False
+    disable_python_gc: Annotated[Flag, _idle("the garbage collector is the program's own business")] = False
+    log_level: Annotated[Opaque, _idle('use logging.getLogger("naught")')] = None
+    vocabulary_size: Annotated[Opaque, _idle("only DeepSpeed's autotuner reads it")] = None
+    seq_parallel_communication_data_type: Annotated[Opaque, _idle("there is no sequence parallelism")] = None
+    weight_quantization: Annotated[Opaque, _idle("belongs to DeepSpeed's inference")] = None
+    comet: Annotated[Opaque, _idle("there is no Comet sink; metrics are always written as JSON lines")] = None
+    auto: Annotated[frozenset[str], Field(exclude=True)] = frozenset()

@@ -1,0 +1,79 @@
+"""Formulas: what the papers say of memory and bandwidth, as functions of numbers. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from naught.errors import UsageError
+from naught.placement import Placement
+
+__all__ = [
+    "Recipe",
+    "arithmetic_intensity",
+    "block_activation_bytes",
+    "checkpoint_bytes",
+    "efficiency",
+    "recipe",
+    "state_bytes",
+]
+
+
+class Recipe(NamedTuple):
+    """Bytes that a precision and an optimizer take for each parameter."""
+
+    weight: int
+    grad: int
+    master: int
+    moments: int
+
+    @property
+    def state(self) -> int:
+        return self.master + self.moments
+
+
+_WEIGHTS = {"bf16": Recipe(2, 2, 4, 0), "fp16": Recipe(2, 2, 4, 0), "fp32": Recipe(4, 4, 0, 0)}
+_MOMENTS = {"adamw": 8, "adam": 8, "lion": 4, "adagrad": 4, "sgd": 0}
+
+
+def recipe(dtype: str = "bf16", optimizer: str = "adamw") -> Recipe:
+    """Mixed precision keeps a 32-bit master of each 16-bit weight; moments are always 32-bit."""
+    if dtype not in _WEIGHTS:
+        raise UsageError(f'no precision "{dtype}"', fix=f"choose {', '.join(_WEIGHTS)}")
+    if optimizer not in _MOMENTS:
+        raise UsageError(f'no optimizer "{optimizer}"', fix=f"choose {', '.join(_MOMENTS)}")
+    return _WEIGHTS[dtype]._replace(moments=_MOMENTS[optimizer])
+
+
+def state_bytes(numel: float, placement: Placement, world: int, recipe: Recipe) -> float:
+    """Model states of one rank as the ZeRO paper counts them: no padding, no working set."""
+    sizes = (
+        (placement.param, recipe.weight),
+        (placement.grad, recipe.grad),
+        (placement.optim, recipe.state),
+    )
+    return sum(numel * size / (world if place.split else 1) for place, size in sizes)
+
+
+def block_activation_bytes(hidden: int, heads: int, *, batch: int, seq: int, fused_attention: bool = False) -> int:
+    """Activations of one 16-bit block (ZeRO-Infinity's AWM); fused attention never holds the seq x seq scores."""
+    scores = 0 if fused_attention else 2 * heads * seq
+    return batch * seq * (16 * hidden + scores)
+
+
+def checkpoint_bytes(layers: int, hidden: int, *, batch: int, seq: int) -> int:
+    """One 16-bit checkpoint before each block."""
+    return 2 * batch * seq * hidden * layers
+
+
+def arithmetic_intensity(data: str, *, batch: int, seq: int, hidden: int = 0) -> float:
+    """Operations for each byte moved, with activation recompute (ZeRO-Infinity, section 3)."""
+    return {
+        "params and grads": batch * seq,
+        "optimizer states": batch * seq / 4,
+        "activation checkpoints": 24 * hidden,
+    }[data]
+
+
+def efficiency(intensity: float, *, bytes_s: float, flops: float) -> float:
+    """The share of the time that computes when nothing overlaps."""
+    return intensity * bytes_s / (intensity * bytes_s + flops)

@@ -1,0 +1,149 @@
+"""Machine: what a cluster offers to each rank, given by hand, by the name of a GPU, or read off the present one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from naught.errors import UsageError
+from naught.placement import Tier
+from naught.quantity import parse_bytes
+
+__all__ = ["GPUS", "Gpu", "Machine", "detect", "parse_gpu"]
+
+
+class Gpu(NamedTuple):
+    """A device: its memory, the arithmetic a good training step sustains, and its link to the host when alone."""
+
+    memory_bytes: int
+    flops: float
+    link_bytes_s: float
+
+
+# Sustained rates, not data-sheet peaks: the planner compares placements, and all of them share this figure.
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "v100": Gpu(32 * 10**9, 70e12, 12e9),
+        "t4": Gpu(16 * 10**9, 30e12, 12e9),
+        "a10": Gpu(24 * 10**9, 70e12, 25e9),
+        "rtx3090": Gpu(24 * 10**9, 60e12, 25e9),
+        "rtx4090": Gpu(24 * 10**9, 130e12, 25e9),
+        "l40s": Gpu(48 * 10**9, 200e12, 25e9),
+        "a100-40gb": Gpu(40 * 10**9, 200e12, 25e9),
+        "a100-80gb": Gpu(80 * 10**9, 200e12, 25e9),
+        "h100": Gpu(80 * 10**9, 500e12, 55e9),
+        "h200": Gpu(139 * 2**30, 500e12, 55e9),
+        "b200": Gpu(180 * 10**9, 1000e12, 55e9),
+    }
+)
+_UNNAMED = GPUS["a100-80gb"]
+
+# The part of each tier that model states may have. The rest is the CUDA context and allocator slack, the operating
+# system and the data loader, and the file system's own.
+_USABLE = {Tier.DEVICE: 0.96, Tier.HOST: 0.90, Tier.DISK: 0.95}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal nodes. Memory and rates of host and disk belong to a node and are shared by its ranks."""
+
+    ranks: int = 1
+    ranks_per_node: int = 1
+    gpu: Gpu = _UNNAMED
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    host_bytes_s: float = 100e9  # memory copies to all devices of a node at once
+    disk_bytes_s: float = 3.5e9
+    network_bytes_s: float = 100e9  # what one rank sends in a collective
+    update_numel_s: float = 4e9  # AdamW on all cores of a node
+    unified: bool = False  # no GPU: the device is the host's own memory, and there is no other
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.ranks_per_node < 1:
+            raise UsageError(f"a machine has at least one rank, not {self.ranks} with {self.ranks_per_node} on a node")
+        if self.ranks % min(self.ranks, self.ranks_per_node):
+            raise UsageError(
+                f"{self.ranks} ranks do not fill nodes of {self.ranks_per_node}",
+                fix="give --ranks as a multiple of --per-node",
+            )
+        if min(self.gpu.memory_bytes, self.host_bytes, self.disk_bytes) < 0:
+            raise UsageError("memory sizes cannot be negative")
+
+    @property
+    def local_ranks(self) -> int:
+        return min(self.ranks, self.ranks_per_node)
+
+    def capacity(self, tier: Tier) -> int:
+        """Bytes of a tier that one rank may plan with."""
+        whole = {
+            Tier.DEVICE: self.gpu.memory_bytes / (self.local_ranks if self.unified else 1),
+            Tier.HOST: self.host_bytes / self.local_ranks,
+            Tier.DISK: self.disk_bytes / self.local_ranks,
+        }[tier]
+        return int(whole * _USABLE[tier])
+
+    @property
+    def link_bytes_s(self) -> float:
+        """Host to device for one rank while its neighbours do the same."""
+        return min(self.gpu.link_bytes_s, self.host_bytes_s / self.local_ranks)
+
+
+def parse_gpu(text: str) -> Gpu:
+    """A GPU by its name (h100) or by its memory alone (80GB)."""
+    named = GPUS.get(text.lower())
+    if named:
+        return named
+    if text[:1].isdigit():
+        return _UNNAMED._replace(memory_bytes=parse_bytes(text, what="--gpu"))
+    raise UsageError(f'no GPU "{text[:80]}"', fix=f"give its memory, such as 80GB, or one of {', '.join(GPUS)}")
+
+
+def detect() -> tuple[Machine, str]:
+    """The present machine and a sentence that says what was found."""
+    host_bytes = _host_bytes()
+    disk_bytes = shutil.disk_usage(".").free
+    gpus = _gpus()
+    machine = Machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
+    if gpus:
+        name, memory_bytes = gpus[0]
+        known = next((gpu for key, gpu in GPUS.items() if key.split("-")[0] in name.lower().replace(" ", "")), _UNNAMED)
+        found = replace(machine, ranks=len(gpus), ranks_per_node=len(gpus), gpu=known._replace(memory_bytes=memory_bytes))
+        return found, f"this machine: {len(gpus)} x {name}"
+    # Without a GPU the device is the host's own memory: there is nothing to offload to but the disk.
+    cores = os.cpu_count() or 1
+    cpu = Gpu(host_bytes, cores * 30e9, 10e9)
+    return (
+        replace(machine, gpu=cpu, host_bytes=0, network_bytes_s=2e9, unified=True),
+        "this machine has no GPU, so its memory is the device; ask about another with --gpu 80GB",
+    )
+
+
+def _host_bytes() -> int:
+    """Memory of the host, or what its control group allows."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    try:
+        text = limit.read_text(encoding="ascii").strip()
+    except OSError:
+        return pages
+    return min(pages, int(text)) if text.isdigit() else pages
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Names and memory of the GPUs, by the driver's own tool: importing torch would take seconds."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []  # a driver that does not answer is as good as none for planning
+    rows = [line.rpartition(",") for line in answer.splitlines() if line.strip()]
+    return [(name.strip(), int(mib) * 2**20) for name, _, mib in rows if mib.strip().isdigit()]

@@ -1,0 +1,184 @@
+"""Units: which parameters travel together. Pure; works on a description of the module tree, not on modules."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from naught.layout import Layout, lay_out
+
+__all__ = ["Node", "Param", "SegmentKey", "UnitRules", "UnitSpec", "find_units", "segments"]
+
+# A group of like children is a row of blocks if it holds at least this share of its parent's parameters.
+_BLOCK_SHARE = 1 / 4
+# A single layer outside the blocks (an embedding, a head) is a unit of its own from this share of a block.
+_LAYER_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter under one of its names; two names with one key are one tied parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    key: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A module: its full name, its class, its own parameters and its children, in definition order."""
+
+    name: str
+    kind: str
+    params: tuple[Param, ...] = ()
+    children: tuple[Node, ...] = ()
+
+    def walk(self) -> Iterator[Node]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def numel(self) -> int:
+        """Elements below this module, tied parameters once."""
+        return sum({param.key: param.numel for node in self.walk() for param in node.params}.values())
+
+
+@dataclass(frozen=True)
+class UnitRules:
+    """Modules that the user wants as units, by class, full name or end of the name. They win over what is found."""
+
+    classes: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+    suffixes: frozenset[str] = frozenset()
+    automatic: bool = True
+
+    def match(self, node: Node) -> bool:
+        return (
+            node.kind in self.classes
+            or node.name in self.names
+            or any(node.name == suffix or node.name.endswith(f".{suffix}") for suffix in self.suffixes)
+        )
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit: the module it is named after ("" is the root) and the parameters that live in it."""
+
+    name: str
+    params: tuple[Param, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+
+def find_units(root: Node, rules: UnitRules | None = None) -> tuple[UnitSpec, ...]:
+    """Assign each parameter to one unit: the deepest one that contains all of its uses.
+
+    Units are the modules that the rules name, else the model's repeated blocks, else layers that weigh
+    as much as a good part of a block; what is left belongs to the root.
+    """
+    rules = rules or UnitRules()
+    blocks = _blocks(root, rules)
+    homes = {"", *blocks, *_layers(root, blocks, rules)}
+    uses: dict[int, list[str]] = defaultdict(list)
+    params: dict[int, Param] = {}
+    for node in root.walk():
+        for param in node.params:
+            uses[param.key].append(node.name)
+            params.setdefault(param.key, param)
+    members: dict[str, list[Param]] = defaultdict(list)
+    for key, param in params.items():
+        members[_home(uses[key], homes)].append(param)
+    return tuple(UnitSpec(node.name, tuple(members[node.name])) for node in root.walk() if node.name in members)
+
+
+def _blocks(root: Node, rules: UnitRules) -> set[str]:
+    """The outermost modules that a rule names or that stand in a row of like siblings."""
+    found: set[str] = set()
+
+    def visit(node: Node) -> None:
+        row = _row(node) if rules.automatic else ()
+        for child in node.children:
+            if rules.match(child) or any(child is block for block in row):
+                found.add(child.name)
+            else:
+                visit(child)
+
+    visit(root)
+    return found
+
+
+def _row(node: Node) -> tuple[Node, ...]:
+    """The children of one class that make up most of a module, unless a longer row lies inside them."""
+    kinds: dict[str, list[Node]] = defaultdict(list)
+    for child in node.children:
+        if child.numel():
+            kinds[child.kind].append(child)
+    if not kinds:
+        return ()
+    row = max(kinds.values(), key=lambda members: (len(members), sum(child.numel() for child in members)))
+    if len(row) < 2 or sum(child.numel() for child in row) < _BLOCK_SHARE * node.numel():
+        return ()
+    # Two stacks of twelve layers are twenty-four blocks, but a block with eight experts stays one block.
+    return () if max(_longest_row(child) for child in row) > len(row) else tuple(row)
+
+
+def _longest_row(node: Node) -> int:
+    return max((len(_row(inner)) for inner in node.walk() if inner.children), default=0)
+
+
+def _layers(root: Node, blocks: set[str], rules: UnitRules) -> set[str]:
+    """Layers outside the blocks that are heavy enough to be worth a unit."""
+    if not rules.automatic:
+        return set()
+    heaviest = max((node.numel() for node in root.walk() if node.name in blocks), default=root.numel() // 8)
+    found: set[str] = set()
+
+    def visit(node: Node) -> None:
+        for child in node.children:
+            if child.name in blocks:
+                continue
+            if not child.children and child.params and child.numel() >= max(1, _LAYER_SHARE * heaviest):
+                found.add(child.name)
+            visit(child)
+
+    visit(root)
+    return found
+
+
+def _home(uses: list[str], homes: set[str]) -> str:
+    """The deepest unit on the path that all uses share."""
+    paths = [name.split(".") if name else [] for name in uses]
+    shared = 0
+    while all(len(path) > shared for path in paths) and len({path[shared] for path in paths}) == 1:
+        shared += 1
+    for depth in range(shared, -1, -1):
+        name = ".".join(paths[0][:depth])
+        if name in homes:
+            return name
+    raise AssertionError("the root is always a unit")
+
+
+@dataclass(frozen=True, order=True)
+class SegmentKey:
+    """What the parameters of one flat must share."""
+
+    dtype: str
+    trainable: bool
+
+
+def segments(unit: UnitSpec, *, world: int) -> dict[SegmentKey, Layout]:
+    """One layout for each dtype and trainability in a unit, in order of first appearance."""
+    members: dict[SegmentKey, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for param in unit.params:
+        members[SegmentKey(param.dtype, param.trainable)].append((param.name, param.shape))
+    return {key: lay_out(params, world=world) for key, params in members.items()}
