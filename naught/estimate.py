@@ -287,24 +287,24 @@ def _traffic(placed: Sequence[PlacedRun], activations: ActivationBytes, world: i
     last = len(placed) - 1
     for at, (run, placement) in enumerate(placed):
         size = _unit_bytes(run, placement, world, job)
-        flat = pad(run.numel - run.frozen, world, ALIGN_NUMEL)
-        fetches = 2 * passes if placement.param.split else int(placement.optim.split)
-        # The last unit of the forward is the first of the backward, as an outer one is: the plan keeps it.
-        kept = passes * (1 if at == last else run.repeat * run.outer) if placement.param.split else 0
-        gathers = fetches * run.repeat - kept
-        reduces = passes if placement.grad.split else 1
-        gathered += size.weights * gathers + (0 if placement.optim.split else flat * wire * run.repeat)
-        reduced += flat * wire * reduces * run.repeat
-        if placement.param.tier is not Tier.DEVICE:
-            link += size.weight_shard * gathers
-        elif placement.optim.tier is not Tier.DEVICE:
-            link += size.weight_shard * run.repeat
+        trained = pad(run.numel - run.frozen, world, ALIGN_NUMEL)
+        reduces = (passes if placement.grad.split else 1) * run.repeat
+        reduced += trained * wire * reduces
+        if placement.param.split:
+            # The last unit of the forward is the first of the backward, as an outer one is: the plan keeps it.
+            kept = passes * (1 if at == last else run.repeat * run.outer)
+            gathers = 2 * passes * run.repeat - kept
+            gathered += size.weights * gathers
+            link += size.weight_shard * gathers * (placement.param.tier is not Tier.DEVICE)
+            disk += size.weight_shard * (gathers + run.repeat) * (placement.param.tier is Tier.DISK)
+        else:
+            # Whole weights are stale after an update elsewhere; after one on every rank it is the gradients that travel.
+            gathered += trained * (job.recipe.weight if placement.optim.split else wire) * run.repeat
         if placement.optim.tier is not Tier.DEVICE:
-            link += flat // world * wire * reduces * run.repeat
-        if placement.param.tier is Tier.DISK:
-            disk += size.weight_shard * (gathers + run.repeat)
+            link += trained // world * wire * reduces
+            link += trained // world * job.recipe.weight * run.repeat * (placement.param.tier is Tier.DEVICE)
         if placement.grad.tier is Tier.DISK:
-            disk += size.grad_shard * (reduces + 1) * run.repeat
+            disk += size.grad_shard * (reduces + run.repeat)
         if placement.optim.tier is Tier.DISK:
             disk += 2 * size.state_shard * run.repeat
     if job.checkpointing is Checkpointing.HOST:

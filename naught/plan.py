@@ -196,15 +196,13 @@ def _update(unit: str, placement: Placement) -> list[Step]:
 def keep(steps: Sequence[Step], sizes: Mapping[str, UnitBytes], *, live_bytes: int, reuse_bytes: int) -> list[Step]:
     """Drop a release and the fetch that undoes it where the unit is soon used again and there is room to hold it."""
     kept = list(steps)
-    at = 0
-    while at < len(kept):
+    # From the back: once an outer unit is kept, nothing stands between the release and the fetch of the one within.
+    for at in range(len(kept) - 1, -1, -1):
         step = kept[at]
         again = _next_gather(kept, at) if step.verb is Verb.RELEASE else None
         if again is not None and _worth_keeping(kept, at, again, sizes, live_bytes, reuse_bytes):
             refetch = {Step(verb, Kind.PARAM, step.unit) for verb in (Verb.READ, Verb.LOAD, Verb.GATHER)}
             kept[at : again + 1] = [other for other in kept[at + 1 : again + 1] if other not in refetch]
-        else:
-            at += 1
     return kept
 
 

@@ -11,8 +11,10 @@ from naught.layout import Layout, lay_out
 
 __all__ = ["Node", "Param", "SegmentKey", "UnitRules", "UnitSpec", "find_units", "segments"]
 
-# A group of like children is a row of blocks if it holds at least this share of its parent's parameters.
+# Groups of like children are rows of blocks if they hold this share of their parent's parameters together, and each
+# a part of it: two small norms beside the blocks are none.
 _BLOCK_SHARE = 1 / 4
+_GROUP_SHARE = 1 / 16
 # A single layer outside the blocks (an embedding, a head) is a unit of its own from this share of a block.
 _LAYER_SHARE = 1 / 8
 
@@ -118,18 +120,21 @@ def _blocks(root: Node, rules: UnitRules) -> set[str]:
 
 
 def _row(node: Node) -> tuple[Node, ...]:
-    """The children of one class that make up most of a module, unless a longer row lies inside them."""
+    """The children that have siblings of their class and make up much of a module, unless a longer row lies inside."""
     kinds: dict[str, list[Node]] = defaultdict(list)
     for child in node.children:
-        if child.numel():
-            kinds[child.kind].append(child)
-    if not kinds:
-        return ()
-    row = max(kinds.values(), key=lambda members: (len(members), sum(child.numel() for child in members)))
-    if len(row) < 2 or sum(child.numel() for child in row) < _BLOCK_SHARE * node.numel():
+        kinds[child.kind].append(child)
+    whole = node.numel()
+    groups = [
+        group
+        for group in kinds.values()
+        if len(group) > 1 and sum(child.numel() for child in group) >= max(1, _GROUP_SHARE * whole)
+    ]
+    row = tuple(child for group in groups for child in group)
+    if not row or sum(child.numel() for child in row) < _BLOCK_SHARE * whole:
         return ()
     # Two stacks of twelve layers are twenty-four blocks, but a block with eight experts stays one block.
-    return () if max(_longest_row(child) for child in row) > len(row) else tuple(row)
+    return () if max(_longest_row(child) for child in row) > len(row) else row
 
 
 def _longest_row(node: Node) -> int:

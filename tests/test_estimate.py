@@ -1,0 +1,258 @@
+"""Forecasts agree with the papers' formulas, with the plan that would run, and with themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from naught.advice import POOLED, advise, best_forecast, largest_numel, pool
+from naught.errors import UsageError
+from naught.estimate import (
+    ActivationBytes,
+    Category,
+    Checkpointing,
+    Job,
+    PlacedRun,
+    forecast,
+    transformer_activations,
+)
+from naught.formulas import recipe, state_bytes
+from naught.layout import ALIGN_NUMEL, pad
+from naught.machine import GPUS, Gpu, Machine
+from naught.placement import PLACEMENTS, Placement, Tier
+from naught.plan import Budgets, Event, Moment, UnitBytes, Verb, compile_plan
+from naught.shapes import Run, gpt_of_count, parse_model
+
+STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
+NOTHING = ActivationBytes(0, 0, 0, "none")
+HUGE = Machine(gpu=Gpu(10**18, 1e14, 1e10), host_bytes=10**18, disk_bytes=10**18)
+
+
+def machine_of(ranks: int) -> Machine:
+    return replace(HUGE, ranks=ranks, ranks_per_node=ranks)
+
+
+def states_of(found) -> int:
+    return sum(found.memory[tier][category] for tier in Tier for category in STATES)
+
+
+placements = st.sampled_from(list(PLACEMENTS.values()))
+run_lists = st.lists(st.builds(lambda numel, repeat: Run("u", numel, repeat), st.integers(1, 10**7), st.integers(1, 12)), min_size=1, max_size=4)
+
+
+@given(run_lists, placements, st.sampled_from([1, 2, 3, 8]), st.sampled_from(["bf16", "fp32"]))
+def test_states_are_the_papers_plus_padding(runs, placement, ranks, dtype):
+    job = Job(recipe=recipe(dtype))
+    found = forecast("x", [PlacedRun(run, placement) for run in runs], NOTHING, machine_of(ranks), job)
+    padded = sum(pad(run.numel, ranks, ALIGN_NUMEL) * run.repeat for run in runs)
+    assert states_of(found) == state_bytes(padded, placement, ranks, job.recipe)
+
+
+@given(run_lists, placements, st.sampled_from([2, 4]), st.integers(1, 3))
+def test_traffic_is_what_the_plan_would_move(runs, placement, ranks, accumulation):
+    job = Job(accumulation=accumulation)
+    found = forecast("x", [PlacedRun(run, placement) for run in runs], NOTHING, machine_of(ranks), job)
+    units = {f"{at}.{unit}": run for at, run in enumerate(runs) for unit in range(run.repeat)}
+    flats = {name: pad(run.numel, ranks, ALIGN_NUMEL) for name, run in units.items()}
+    steps = [step for last in [False] * (accumulation - 1) + [True] for step in steps_of(flats, placement, ranks, last)]
+    # The passes of an accumulated step share one gather of whole weights: they are stale only once.
+    gathered = [step.unit for step in steps if step.verb is Verb.GATHER]
+    gathered = gathered if placement.param.split else list(dict.fromkeys(gathered))
+    reduced = [step.unit for step in steps if step.verb is Verb.REDUCE]
+    whole = 0 if placement.optim.split else sum(flats.values())  # stage 0 gathers summed gradients instead of weights
+    assert found.volume["all-gather"] == 2 * (sum(flats[unit] for unit in gathered) + whole) * (ranks - 1) // ranks
+    assert found.volume["reduce-scatter"] == 2 * sum(flats[unit] for unit in reduced) * (ranks - 1) // ranks
+
+
+def steps_of(flats, placement: Placement, ranks: int, last: bool):
+    names = list(flats)
+    events = [Event(moment, unit) for unit in names for moment in (Moment.ENTER, Moment.EXIT)]
+    events += [Event(moment, unit) for unit in reversed(names) for moment in (Moment.GRAD, Moment.DONE)]
+    sizes = {unit: UnitBytes(2 * n, 2 * n // ranks, 2 * n, 2 * n // ranks, 12 * n // ranks) for unit, n in flats.items()}
+    return compile_plan(events, dict.fromkeys(names, placement), sizes, budgets=Budgets(), last=last).steps
+
+
+@pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_the_volume_of_a_step_is_the_papers_with_the_exact_factor(stage, volume):
+    numel, ranks, layers = 64 * 4 * 1000, 4, 100
+    runs = [PlacedRun(Run("block", numel, layers), PLACEMENTS[f"stage{stage}"])]
+    found = forecast("x", runs, NOTHING, machine_of(ranks), Job())
+    kept = numel if stage == 3 else 0  # the last block stays between forward and backward
+    assert sum(found.volume.values()) == 2 * (volume * numel * layers - kept) * (ranks - 1) // ranks
+
+
+def test_offload_moves_two_bytes_each_way_for_each_parameter_of_the_shard():
+    numel, ranks = 64 * 4 * 1000, 4
+    found = forecast("x", [PlacedRun(Run("block", numel), PLACEMENTS["stage2-offload"])], NOTHING, machine_of(ranks), Job())
+    assert found.link_bytes == 4 * numel // ranks
+
+
+@given(run_lists, placements, st.sampled_from([1, 3]))
+def test_the_working_set_does_not_depend_on_how_long_a_row_is(runs, placement, ranks):
+    short = [PlacedRun(run._replace(repeat=3), placement) for run in runs]
+    long = [PlacedRun(run._replace(repeat=40), placement) for run in runs]
+    one, other = (forecast("x", placed, NOTHING, machine_of(ranks), Job()) for placed in (short, long))
+    for tier in Tier:
+        for category in (Category.GATHERED, Category.BUFFERS):
+            assert one.memory[tier][category] == other.memory[tier][category]
+
+
+def test_double_buffering_is_the_working_set_of_stage_3():
+    numel = 64 * 1000
+    found = forecast("x", [PlacedRun(Run("block", numel, 10), PLACEMENTS["stage3"])], NOTHING, machine_of(1), Job())
+    assert found.memory[Tier.DEVICE][Category.GATHERED] == 3 * 2 * numel  # two gathered units and one gradient flat
+
+
+def test_an_outer_unit_is_held_beside_the_others():
+    numel = 64 * 1000
+    runs = [Run("root", numel, outer=True), Run("block", numel, 10)]
+    found = forecast("x", [PlacedRun(run, PLACEMENTS["stage3"]) for run in runs], NOTHING, machine_of(1), Job())
+    assert found.memory[Tier.DEVICE][Category.GATHERED] == 5 * 2 * numel  # its weights and gradients as well
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states():
+    run = Run("block", 64 * 1000, 2, frozen=64 * 990)
+    found = forecast("x", [PlacedRun(run, PLACEMENTS["stage2"])], NOTHING, machine_of(1), Job())
+    cells = found.memory[Tier.DEVICE]
+    assert cells[Category.PARAMETERS] == 2 * 2 * 64 * 1000
+    assert cells[Category.GRADIENTS] == 2 * 2 * 64 * 10
+    assert cells[Category.OPTIMIZER] == 2 * 12 * 64 * 10
+
+
+def test_whole_frozen_weights_are_never_gathered_and_split_ones_are():
+    frozen = Run("block", 64 * 1000, 3, frozen=64 * 1000)
+    for stage, gathers in ((1, 0), (2, 0), (3, 5)):
+        found = forecast("x", [PlacedRun(frozen, PLACEMENTS[f"stage{stage}"])], NOTHING, machine_of(2), Job())
+        assert found.volume == {"all-gather": gathers * 2 * 64 * 1000 // 2, "reduce-scatter": 0}
+
+
+def test_micro_batches_are_summed_in_32_bits():
+    run = [PlacedRun(Run("block", 64 * 1000), PLACEMENTS["stage2"])]
+    one, many = (forecast("x", run, NOTHING, machine_of(2), Job(accumulation=a)) for a in (1, 4))
+    assert many.memory[Tier.DEVICE][Category.GRADIENTS] == 2 * one.memory[Tier.DEVICE][Category.GRADIENTS]
+    assert many.volume["reduce-scatter"] == 4 * one.volume["reduce-scatter"]
+
+
+def test_checkpoints_go_where_they_are_told():
+    shape = parse_model("gpt2").shape
+    for where, tier in ((Checkpointing.BLOCK, Tier.DEVICE), (Checkpointing.HOST, Tier.HOST)):
+        job = Job(checkpointing=where)
+        measured = transformer_activations(shape, job)
+        found = forecast("x", [PlacedRun(Run("b", 640), PLACEMENTS["stage0"])], measured, HUGE, job)
+        assert found.memory[tier][Category.CHECKPOINTS] == 2 * 1024 * 768 * 12
+        assert found.memory[Tier.DEVICE][Category.ACTIVATIONS] == measured.working
+    job = Job(checkpointing=Checkpointing.NONE)
+    found = forecast("x", [PlacedRun(Run("b", 640), PLACEMENTS["stage0"])], measured, HUGE, job)
+    assert found.memory[Tier.DEVICE][Category.ACTIVATIONS] == measured.full
+
+
+def test_gpt2_activations_are_the_papers_60_gigabytes():
+    # ZeRO: a 1.5B GPT-2 with batch 32 and 1K tokens holds about 60 GB; its 12 h elements a token are 24 h bytes, and
+    # ZeRO-Infinity's are 16 h and the attention scores.
+    shape = replace(parse_model("gpt2-1.5b").shape, vocab=0)
+    eager = transformer_activations(shape, Job(micro_batch=32, fused_attention=False)).full
+    assert eager == 48 * 32 * 1024 * (16 * 1600 + 2 * 25 * 1024)
+    assert transformer_activations(shape, Job(micro_batch=32)).checkpoints == 2 * 32 * 1024 * 1600 * 48
+
+
+# --- what the papers' machines and ours can hold ----------------------------------------------------------------------
+
+
+def dgx2(nodes: int, *, disk: bool = True, ranks: int = 16) -> Machine:
+    host_bytes, disk_bytes = 1500 * 10**9, 28 * 10**12 if disk else 0
+    return Machine(ranks=nodes * ranks, ranks_per_node=ranks, gpu=GPUS["v100"], host_bytes=host_bytes, disk_bytes=disk_bytes)
+
+
+def fitting(model: str, machine: Machine) -> set[str]:
+    return {row.name for row in advise(parse_model(model), None, machine, Job()).forecasts if row.fits}
+
+
+def test_32_trillion_parameters_fit_512_v100s_with_nvme_and_not_without():
+    assert "infinity-disk-all" in fitting("32T", dgx2(32))
+    assert fitting("32T", dgx2(32, disk=False)) == set()
+
+
+def test_1_trillion_parameters_fit_one_dgx2_with_nvme_and_not_without():
+    assert "infinity-disk-all" in fitting("infinity-1t", dgx2(1))
+    assert fitting("infinity-1t", dgx2(1, disk=False)) == set()
+
+
+def test_13_billion_parameters_fit_one_v100_with_stage_2_offload():
+    found = fitting("offload-13b", dgx2(1, disk=False, ranks=1))
+    assert "stage2-offload" in found
+    assert found.isdisjoint({"stage0", "stage1", "stage2", "stage3"})
+
+
+def test_plain_data_parallelism_stops_near_two_billion():
+    largest = largest_numel("stage0", dgx2(1, disk=False), Job())
+    assert 1.4e9 <= largest <= 2e9
+
+
+def test_an_h200_with_little_host_memory_holds_most_when_all_tiers_are_one_pool():
+    h200 = Machine(gpu=GPUS["h200"], host_bytes=125 * 2**30, disk_bytes=60 * 2**30)
+    plain, offload, pooled = (largest_numel(name, h200, Job(micro_batch=8)) for name in ("stage0", "stage2-offload", POOLED))
+    assert 8.5e9 < plain < 9.3e9
+    assert 8e9 < offload < 9e9, "host memory is smaller than the GPU's: offload alone holds less"
+    assert 19e9 < pooled < 21e9
+
+
+@pytest.mark.parametrize("name", [*PLACEMENTS, POOLED])
+def test_the_largest_model_fits_and_a_slightly_larger_one_does_not(name):
+    machine = replace(dgx2(2), disk_bytes=10**12)
+    job = Job()
+    largest = largest_numel(name, machine, job)
+
+    def fits(numel: int) -> bool:
+        model = gpt_of_count(numel)
+        measure = lambda trial: transformer_activations(model.shape, trial)  # noqa: E731
+        placed = (
+            pool(model.runs, measure, machine, job)
+            if name == POOLED
+            else [PlacedRun(run, PLACEMENTS[name]) for run in model.runs]
+        )
+        return best_forecast(name, placed, measure, machine, job).fits
+
+    assert fits(largest)
+    assert not fits(int(largest * 1.05))
+
+
+@settings(max_examples=60)
+@given(st.integers(10**6, 3 * 10**11), st.sampled_from([1, 2, 8]), st.integers(0, 10**12), st.integers(0, 10**12))
+def test_the_pool_loses_no_unit_and_fits_whenever_a_single_row_does(numel, ranks, host, disk):
+    machine = Machine(ranks=ranks, ranks_per_node=ranks, gpu=GPUS["a100-80gb"], host_bytes=host, disk_bytes=disk)
+    advice = advise(gpt_of_count(numel), None, machine, Job())
+    model = gpt_of_count(numel)
+    assert sum(run.numel * run.repeat for run, _ in advice.pooled) == model.numel
+    stage3_rows = [row for row in advice.forecasts if row.name in ("stage3", "stage3-offload", "infinity-host")]
+    if any(row.fits and row.tiles == 1 for row in stage3_rows):
+        assert advice.forecasts[-1].fits
+    if advice.best:
+        assert all(advice.best.times.serial <= row.times.serial * 1.01 for row in advice.forecasts if row.fits)
+
+
+def test_without_a_gpu_host_memory_is_the_device():
+    machine = Machine(gpu=Gpu(16 * 10**9, 1e11, 1e10), disk_bytes=10**12, unified=True)
+    advice = advise(gpt_of_count(2 * 10**9), None, machine, Job())
+    rows = {row.name: row for row in advice.forecasts}
+    assert not rows["stage0"].fits
+    assert rows["infinity-disk"].fits
+    assert all(row.total(Tier.HOST) == 0 for row in advice.forecasts)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: Machine(ranks=0),
+        lambda: Machine(ranks=12, ranks_per_node=8),
+        lambda: Machine(host_bytes=-1),
+        lambda: Job(micro_batch=0),
+        lambda: recipe("fp8"),
+        lambda: recipe("bf16", "muon"),
+    ],
+)
+def test_impossible_machines_and_jobs_are_refused(bad):
+    with pytest.raises(UsageError):
+        bad()
