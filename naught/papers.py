@@ -48,7 +48,7 @@ def _cell(gigabytes: float) -> str:
     return f"{value.quantize(places, ROUND_HALF_UP).normalize():f}"
 
 
-def zero_table1() -> Table:
+def _zero_table1() -> Table:
     models = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
     header = ("DP", *(f"{model} {stage}" for model in models for stage in ("Pos", "Pos+g", "Pos+g+p")))
     rows = tuple(
@@ -58,7 +58,7 @@ def zero_table1() -> Table:
     return Table("ZeRO, table 1: model states per device in GB", header, rows)
 
 
-def zero_table2() -> Table:
+def _zero_table2() -> Table:
     """The paper multiplies its one-decimal figure for one slice by the degree of model parallelism."""
     bases = [32 * _GB / state_bytes(1, PLACEMENTS[stage], 64, _ADAM) / _GB for stage in ("stage0", *_STAGES)]
     rows = []
@@ -79,7 +79,7 @@ def _billions(billions: Decimal) -> str:
     return f"{billions.normalize():f}B"
 
 
-def zero_figure1() -> Table:
+def _zero_figure1() -> Table:
     names = ("baseline", "Pos", "Pos+g", "Pos+g+p")
     rows = []
     for name, stage in zip(names, ("stage0", *_STAGES), strict=True):
@@ -108,7 +108,7 @@ _DEVICES = 400
 _BATCH, _SEQ = 16, 1024
 
 
-def zero_c1_c5() -> Table:
+def _zero_c1_c5() -> Table:
     """The largest of the paper's layer counts that fits: model states of one slice plus its checkpoints."""
     rows = []
     for name, stage, activations, measured in _COMBINATIONS:
@@ -150,7 +150,7 @@ _FIGURE2 = {
 }
 
 
-def infinity_figure2() -> Table:
+def _infinity_figure2() -> Table:
     """Fills as the paper does: 20 bytes a parameter, 64 sequences a node for activations, 32 for checkpoints, 4 a GPU."""
     rows = []
     for name, printed in _FIGURE2.items():
@@ -190,7 +190,7 @@ _CHECKS = (
 )
 
 
-def infinity_bandwidth() -> Table:
+def _infinity_bandwidth() -> Table:
     rows = []
     for data, gigabytes_s, batch, hidden, says in _CHECKS:
         intensity = arithmetic_intensity(data, batch=batch, seq=1024, hidden=hidden)
@@ -205,11 +205,11 @@ def infinity_bandwidth() -> Table:
 
 TABLES: Mapping[str, Callable[[], Table]] = MappingProxyType(
     {
-        "zero-table1": zero_table1,
-        "zero-table2": zero_table2,
-        "zero-figure1": zero_figure1,
-        "zero-c1-c5": zero_c1_c5,
-        "infinity-figure2": infinity_figure2,
-        "infinity-bandwidth": infinity_bandwidth,
+        "zero-table1": _zero_table1,
+        "zero-table2": _zero_table2,
+        "zero-figure1": _zero_figure1,
+        "zero-c1-c5": _zero_c1_c5,
+        "infinity-figure2": _infinity_figure2,
+        "infinity-bandwidth": _infinity_bandwidth,
     }
 )

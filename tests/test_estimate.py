@@ -40,7 +40,9 @@ def states_of(found) -> int:
 
 
 placements = st.sampled_from(list(PLACEMENTS.values()))
-run_lists = st.lists(st.builds(lambda numel, repeat: Run("u", numel, repeat), st.integers(1, 10**7), st.integers(1, 12)), min_size=1, max_size=4)
+run_lists = st.lists(
+    st.builds(lambda numel, repeat: Run("u", numel, repeat), st.integers(1, 10**7), st.integers(1, 12)), min_size=1, max_size=4
+)
 
 
 @given(run_lists, placements, st.sampled_from([1, 2, 3, 8]), st.sampled_from(["bf16", "fp32"]))

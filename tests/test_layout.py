@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from naught.errors import ModelError
 from naught.layout import ALIGN_NUMEL, Layout, Span, intersect, lay_out, pad, reshard
 
-shapes = st.lists(
-    st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=0, max_size=8
-)  # scalars, empty and small tensors
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=0, max_size=8)  # scalars, empty and small tensors
 worlds = st.integers(1, 9)
 aligns = st.sampled_from([1, 2, 16, ALIGN_NUMEL])
 

@@ -54,6 +54,8 @@ def read(source: Source) -> Document:
 
 def _read_text(text: str) -> Document:
     start = text.lstrip("\ufeff \t\r\n")
+    if not start:
+        _refuse("the configuration", "is empty")
     if start[:1] in ("{", "[") or start[:2] in ("//", "/*") or start[:1] == "#":
         return _parse(text, "the configuration text")
     try:
@@ -96,8 +98,11 @@ def _refuse(source: str, what: str, fix: str = "") -> NoReturn:
     raise ConfigError(source, [Problem("", what, fix=fix)])
 
 
+_REJECTED = object()
+
+
 def _copy(value: Any, document: Document, place: Place) -> Any:
-    """A caller's mapping as plain JSON values; what JSON does not have is a problem."""
+    """A caller's value as JSON has it; what JSON does not have is a problem, and left out."""
     if len(place) > _MOST_DEPTH:
         _refuse(document.source, f"is nested more than {_MOST_DEPTH} deep at {_dotted(place[:4])}...")
     if isinstance(value, Mapping):
@@ -107,17 +112,18 @@ def _copy(value: Any, document: Document, place: Place) -> Any:
                 copied[key] = _copy(member, document, (*place, key))
             else:
                 document.problems.append(Problem(_dotted(place), f"key {key!r:.80} must be a string"))
-        return copied
+        return {key: member for key, member in copied.items() if member is not _REJECTED}
     if isinstance(value, list | tuple):
-        return [_copy(member, document, (*place, at)) for at, member in enumerate(value)]
+        members = [_copy(member, document, (*place, at)) for at, member in enumerate(value)]
+        return _REJECTED if any(member is _REJECTED for member in members) else members
     if isinstance(value, Path):
         return str(value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()  # a script's np.int64 is a number to its author
     if value is None or type(value) in (bool, int, float) or (type(value) is str and _printable(value)):
         return value
-    if type(value).__module__ == "numpy" and hasattr(value, "item"):  # a script's np.int64 is a number to its author
-        return _copy(value.item(), document, place)
     document.problems.append(Problem(_dotted(place), f"a {type(value).__name__} has no place in a configuration"))
-    return None
+    return _REJECTED
 
 
 def _printable(text: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
 
 __all__ = ["OPTIMIZERS", "SAME", "SCHEDULERS", "Block", "Config", "Effect", "Key"]
 
@@ -50,7 +50,8 @@ def _whole(value: Any) -> int:
 
 
 def _real(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e300:
+    # The comparison is exact for whole numbers of any length, and false for NaN.
+    if type(value) not in (int, float) or not abs(value) <= 1e300:
         raise ValueError("not a finite number")
     return float(value)
 
@@ -68,11 +69,17 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+_PRECISIONS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "bfp16": "bf16"}
+
+
 def _precision(value: Any) -> Any:
-    names = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "bfp16": "bf16"}
-    lowered = _lower(value)
-    lowered = lowered.removeprefix("torch.") if isinstance(lowered, str) else lowered
-    return names.get(lowered, lowered) if isinstance(lowered, str) else lowered
+    lowered = value.lower().removeprefix("torch.") if isinstance(value, str) else value
+    return _PRECISIONS.get(lowered, lowered) if isinstance(lowered, str) else lowered
+
+
+def _any_case(*names: str) -> WithJsonSchema:
+    """JSON Schema cannot say that case does not matter; these are the cases that people write."""
+    return WithJsonSchema({"enum": [spelling for name in names for spelling in (name, name.capitalize(), name.upper())]})
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
@@ -84,9 +91,11 @@ Flag = StrictBool
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Names = tuple[Text, ...]
 Rates = Annotated[Real, Field(ge=0)] | tuple[Annotated[Real, Field(ge=0)], ...]
-Precision = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_precision)]
+Precision = Annotated[
+    Literal["fp32", "fp16", "bf16"], BeforeValidator(_precision), _any_case("fp32", "fp16", "bf16", *_PRECISIONS)
+]
 Betas = tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]]
-Opaque = Annotated[None, BeforeValidator(_dropped)]
+Opaque = Annotated[None, BeforeValidator(_dropped), WithJsonSchema({})]
 
 
 class Block(BaseModel):
@@ -97,13 +106,12 @@ class Block(BaseModel):
 
 # --- zero_optimization ------------------------------------------------------------------------------------------------
 
-_DEVICES = Literal["none", "cpu", "nvme"]
+_Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower), _any_case("none", "cpu", "nvme")]
 
 
 class OffloadOptimizer(Block):
     device: Annotated[
-        _DEVICES,
-        BeforeValidator(_lower),
+        _Device,
         Key("where optimizer states and gradients rest: with the parameters, in host memory or on disk"),
     ] = "none"
     nvme_path: Annotated[Text | None, Key("folder for states on disk; needed when device is nvme")] = None
@@ -119,9 +127,7 @@ class OffloadOptimizer(Block):
 
 
 class OffloadParam(Block):
-    device: Annotated[
-        _DEVICES, BeforeValidator(_lower), Key("where 16-bit parameter shards rest: on the device, in host memory or on disk")
-    ] = "none"
+    device: Annotated[_Device, Key("where 16-bit parameter shards rest: on the device, in host memory or on disk")] = "none"
     nvme_path: Annotated[Text | None, Key("folder for parameters on disk; needed when device is nvme")] = None
     pin_memory: Annotated[Flag, Key("register host slabs with the GPU driver")] = True
     max_in_cpu: Annotated[Count, Key("elements that stay in host memory although device is nvme")] = 10**9
@@ -130,9 +136,14 @@ class OffloadParam(Block):
 
 
 class LeafModule(Block):
-    classes: Annotated[Names, Key("classes whose modules are one unit each")] = Field(
-        (), json_schema_extra={"peer": "three Hugging Face MoE blocks"}
-    )
+    classes: Annotated[
+        Names,
+        Key(
+            "classes whose modules are one unit each",
+            "blocks with experts are found by their shape",
+            peer="three classes of Hugging Face",
+        ),
+    ] = ()
     names: Annotated[Names, Key("full names of modules that are one unit each")] = ()
     name_suffixes: Annotated[Names, Key("ends of the names of modules that are one unit each")] = ()
 
@@ -440,6 +451,7 @@ class Checkpoint(Block):
     tag_validation: Annotated[
         Literal["ignore", "warn", "fail"],
         BeforeValidator(_lower),
+        _any_case("ignore", "warn", "fail"),
         _idle("ranks always agree on the name before anything is written"),
     ] = "warn"
     load_universal: Annotated[Flag, _idle("every checkpoint loads at any world size, stage and tier")] = False
@@ -548,7 +560,7 @@ class Config(Block):
     prescale_gradients: Annotated[Flag, Key("divide gradients before they are summed, not after")] = False
     gradient_predivide_factor: Annotated[Real, Field(gt=0), Key("part of the division that comes before the sum")] = 1.0
     gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], BeforeValidator(_lower), Key("how ranks' gradients are combined")
+        Literal["mean", "sum"], BeforeValidator(_lower), _any_case("mean", "sum"), Key("how ranks' gradients are combined")
     ] = "mean"
     activation_checkpointing: Annotated[ActivationCheckpointing, Key("where checkpoints of activations rest")] = (
         ActivationCheckpointing()

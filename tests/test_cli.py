@@ -1,0 +1,308 @@
+"""The command as people use it: what it prints, what it writes, how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from real_configs import REAL
+
+from naught.cli import main
+from naught.cli.arguments import PAPERS, STARTERS
+from naught.config import check, load, placement_of
+from naught.config.starters import STARTERS as STARTER_TEXTS
+from naught.papers import TABLES
+from naught.placement import PLACEMENTS
+
+BOX = ["--ranks", "8", "--gpu", "80GB", "--host", "512GB", "--disk", "2TB"]
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(arguments)
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_plan_prints_every_placement_tier_and_category(run):
+    code, out, _ = run("plan", "gpt2-1.5b", *BOX)
+    assert code == 0
+    for word in [
+        *PLACEMENTS,
+        "pooled",
+        "parameters",
+        "gathered",
+        "checkpoints",
+        "buffers",
+        "all-gather",
+        "efficiency",
+        "largest",
+    ]:
+        assert word in out
+    assert "recommended: stage2" in out
+    assert "1.56B parameters in 49 units" in out
+    assert "ZeRO-Infinity's formula" in out
+
+
+def test_plan_says_when_nothing_fits(run):
+    code, out, _ = run("plan", "175B", "--gpu", "24GB")
+    assert code == 1
+    assert "nothing fits: the largest model that some placement holds here is" in out
+
+
+def test_plan_as_data(run):
+    code, out, _ = run("plan", "7.5B", "--ranks", "64", "--gpu", "32GB", "--json")
+    data = json.loads(out)
+    assert code == 0
+    rows = {row["name"]: row for row in data["placements"]}
+    states = [
+        sum(rows[f"stage{stage}"]["bytes"]["device"][kind] for kind in ("parameters", "gradients", "optimizer"))
+        for stage in range(4)
+    ]
+    assert [round(nbytes / 1e9, 1) for nbytes in states] == [120.0, 31.4, 16.6, 1.9]
+    assert data["recommended"] in rows
+    assert rows["stage3"]["fits"] is True
+    assert rows["stage0"]["fits"] is False
+
+
+@pytest.mark.parametrize("name", [*PLACEMENTS, "pooled"])
+def test_plan_writes_a_configuration_that_asks_for_the_placement(run, tmp_path, name):
+    path = tmp_path / "ds.json"
+    code, _, err = run("plan", "gpt2", *BOX, "--write", str(path), "--placement", name)
+    assert code == 0
+    assert f"wrote {path} for {name}" in err
+    config = load(path)
+    if name == "pooled":
+        assert config.naught.placement == "pooled"
+    else:
+        assert placement_of(config) == PLACEMENTS[name]
+    assert not check(path).problems
+
+
+def test_plan_writes_what_it_recommends_with_tiles_and_host_checkpoints(run, tmp_path):
+    path = tmp_path / "ds.json"
+    big = ["--ranks", "512", "--per-node", "16", "--gpu", "v100", "--host", "1.5TB", "--disk", "28TB"]
+    assert run("plan", "32T", *big, "--write", str(path), "--dtype", "fp16")[0] == 0
+    config = load(path)
+    assert config.naught.tiles > 1
+    assert config.activation_checkpointing.cpu_checkpointing
+    assert config.fp16.enabled
+
+
+def test_nothing_is_overwritten(run, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text("precious", encoding="utf-8")
+    for arguments in (
+        ["plan", "gpt2", *BOX, "--write", str(path)],
+        ["config", "init", "stage1", "-o", str(path)],
+        ["config", "schema", "-o", str(path)],
+    ):
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert "exists already" in err
+    assert path.read_text(encoding="utf-8") == "precious"
+
+
+def test_plan_takes_batch_precision_and_placement_from_a_configuration(run, tmp_path):
+    path = tmp_path / "ds.json"
+    document = {
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 2,
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "Lion"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    path.write_text(json.dumps(document), encoding="utf-8")
+    code, out, _ = run("plan", "gpt2", *BOX, "--config", str(path))
+    assert code == 0
+    assert "micro-batch 4 x 1024 tokens, accumulation 2, fp16, lion" in out
+    assert "the configuration asks for stage2-offload, which fits" in out
+
+
+def test_plan_without_a_machine_plans_for_the_present_one(run):
+    code, out, _ = run("plan", "1M")
+    assert code == 0
+    assert "this machine" in out
+
+
+def test_the_papers_tables_print(run):
+    assert set(PAPERS) == set(TABLES)
+    for name in PAPERS:
+        code, out, _ = run("plan", "--paper", name)
+        assert code == 0
+        assert TABLES[name]().title in out
+
+
+def test_presets_are_listed(run):
+    code, out, _ = run("plan", "--models")
+    assert code == 0
+    assert "llama3-8b" in out
+    assert "8.03B" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan"], "no model is given"),
+        (["plan", "gtp2"], "did you mean gpt2"),
+        (["plan", "7B", "--gpu", "80XB"], "--gpu"),
+        (["plan", "7B", "--gpu", "h900"], 'no GPU "h900"'),
+        (["plan", "7B", "--gpu", "80GB", "--host", "lots"], '--host "lots" is not a quantity'),
+        (["plan", "7B", "--gpu", "80GB", "--ranks", "0"], "at least one rank"),
+        (["plan", "7B", "--gpu", "80GB", "--ranks", "12"], "do not fill nodes of 8"),
+        (["plan", "7B", "--gpu", "80GB", "--batch", "0"], "at least 1"),
+        (["plan", "7B", "--gpu", "80GB", "--tflops", "-1"], "rates must be above 0"),
+        (["plan", "7B", "--gpu", "80GB", "--disk-speed", "0"], "rates must be above 0"),
+        (["plan", "7B", *BOX, "--write", "x.json", "--placement", "stage9"], 'no placement "stage9"'),
+        (["plan", "7B", *BOX, "--write", "no/such/folder/x.json"], "cannot be written"),
+        (["config", "explain", "overlap_con"], "did you mean overlap_comm?"),
+        (["config", "check", "x", "--world", "zero"], "invalid int value"),
+        (["frobnicate"], "invalid choice"),
+    ],
+)
+def test_mistakes_get_one_clear_line_and_no_traceback(run, arguments, words):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_config_check_lists_what_becomes_of_each_key(run, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(REAL["removed features switched off"], encoding="utf-8")
+    code, out, _ = run("config", "check", str(path), "--world", "4")
+    assert code == 0
+    assert f"{path} is fine" in out
+    assert "honoured" in out
+    assert "no effect" in out
+    assert "switched off" in out
+    assert "batch on 4 ranks: 8 = 2 x 1 x 4" in out
+
+
+def test_config_check_prints_all_problems_and_fails(run, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n "train_batch_size": 8,\n "zero_optimization": {"stage": "3"},\n "fp61": {}\n}', encoding="utf-8")
+    code, out, err = run("config", "check", str(path))
+    assert (code, out) == (1, "")
+    assert err.splitlines() == [
+        f"{path} has 2 problems",
+        '  zero_optimization.stage (line 3): must be a whole number from 0 to 3, is "3" (a text)',
+        "  fp61 (line 4): unknown key; did you mean fp16?",
+    ]
+
+
+def test_config_check_derives_the_batch_for_a_world(run, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 7}', encoding="utf-8")
+    code, _, err = run("config", "check", str(path), "--world", "2")
+    assert code == 1
+    assert "7 is not micro-batch x accumulation x ranks" in err
+    code, _, err = run("config", "check", str(path), "--world", "0")
+    assert code == 2
+
+
+def test_config_check_as_data(run, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": "auto", "zero_optimization": {"stge": 1}}', encoding="utf-8")
+    code, out, _ = run("config", "check", str(path), "--json")
+    data = json.loads(out)
+    assert code == 1
+    assert data["problems"][0]["path"] == "zero_optimization.stge"
+    assert data["auto"] == ["train_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("stage", ["zero_optimization.stage", "a whole number from 0 to 3", "default: 0"]),
+        ("prefetch_bucket_size", ["stage3_prefetch_bucket_size", "also written: prefetch_bucket_size"]),
+        ("zero_optimization.round_robin_gradients", ["no effect here"]),
+        ("zero_quantized_weights", ["refused: ZeRO++"]),
+        ("intra_op_parallelism", ["default: 4 (DeepSpeed: 1)", "why:"]),
+        ("optimizer", ["the update rule"]),
+    ],
+)
+def test_config_explain_says_what_a_key_does(run, key, words):
+    code, out, _ = run("config", "explain", key)
+    assert code == 0
+    assert all(word in out for word in words)
+
+
+def test_config_explain_without_a_key_lists_all(run):
+    code, out, _ = run("config", "explain")
+    assert code == 0
+    assert out.count("\n") > 150
+
+
+def test_starters_are_sound_and_ask_for_what_they_are_named_after(run, tmp_path):
+    assert set(STARTERS) == set(STARTER_TEXTS)
+    wanted = {
+        "stage1": "stage1",
+        "stage2": "stage2",
+        "stage3": "stage3",
+        "offload": "stage2-offload",
+        "infinity": "infinity-disk",
+    }
+    for kind, name in wanted.items():
+        path = tmp_path / f"{kind}.json"
+        assert run("config", "init", kind, "-o", str(path))[0] == 0
+        assert placement_of(load(path)) == PLACEMENTS[name]
+        assert run("config", "init", kind)[1] == path.read_text(encoding="utf-8")
+
+
+def test_schema_goes_to_standard_output(run):
+    code, out, _ = run("config", "schema")
+    assert code == 0
+    assert json.loads(out)["$schema"].startswith("https://json-schema.org")
+
+
+def command(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "naught", *arguments], timeout=60, **options)
+
+
+def test_the_command_runs_as_a_program_and_from_a_pipe():
+    shown = command("config", "check", "-", input=b'{"train_batch_size": 4}', capture_output=True)
+    assert shown.returncode == 0
+    assert b"train_batch_size" in shown.stdout
+    assert command("--version", capture_output=True).stdout.startswith(b"naught ")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        done = command("config", "explain", stdout=pipe, stderr=subprocess.PIPE)
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
+def test_a_terminal_gets_a_table_of_rich_and_no_colour_a_plain_one():
+    code = (
+        "import os, pty, sys\n"
+        "pid, fd = pty.fork()\n"
+        "if pid == 0:\n    os.execv(sys.executable, [sys.executable, '-m', 'naught', 'plan', '--models'])\n"
+        "data = b''\n"
+        "while True:\n"
+        "    try:\n        part = os.read(fd, 65536)\n"
+        "    except OSError:\n        break\n"
+        "    if not part:\n        break\n"
+        "    data += part\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
+        "sys.stdout.buffer.write(data)"
+    )
+    for extra, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **extra}
+        if coloured:
+            environment.pop("NO_COLOR", None)
+        shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60, check=True).stdout
+        assert b"llama3-8b" in shown
+        assert (b"\x1b[" in shown) == coloured

@@ -1,0 +1,128 @@
+"""The layers hold, the exports are real, and asking for help waits for nobody."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import naught
+
+PACKAGE = Path(naught.__file__).parent
+
+# A file imports from rows above it, or from the left in its own row.
+LAYERS = [
+    ["errors"],
+    ["quantity", "text", "placement", "layout", "units"],
+    ["formulas", "plan", "shapes", "machine"],
+    ["estimate", "papers"],
+    ["advice", "showing"],
+    ["config.read", "config.refused", "config.schema", "config.keys", "config.contradictions", "config.check"],
+    ["config.batch", "config.placing", "config.schema_json", "config.starters", "config"],
+    ["trace", "modules"],
+    ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli", "__main__"],
+]
+ORDER = [name for row in LAYERS for name in row]
+TORCH_ALLOWED = {"trace", "modules"}
+
+
+def modules() -> list[str]:
+    return [info.name.removeprefix("naught.") for info in pkgutil.walk_packages([str(PACKAGE)], "naught.")]
+
+
+def path_of(name: str) -> Path:
+    path = PACKAGE / Path(*name.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def imported(name: str) -> set[str]:
+    """Modules of ours that a file imports, at its top or inside a function."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path_of(name).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {full for full in inner if full.removeprefix("naught.") in ORDER} or {str(node.module)}
+    return found
+
+
+def test_every_module_has_its_layer():
+    assert sorted(modules()) == sorted(ORDER)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_go_up_the_layers_only(name):
+    allowed = set(ORDER[: ORDER.index(name)])
+    ours = {full.removeprefix("naught.") for full in imported(name) if full.startswith("naught.")}
+    assert ours <= allowed, f"{name} imports {sorted(ours - allowed)} from below"
+
+
+@pytest.mark.parametrize("name", [name for name in ORDER if name not in TORCH_ALLOWED])
+def test_only_the_modules_for_modules_import_torch(name):
+    assert not any(full.split(".")[0] == "torch" for full in imported(name))
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_every_export_exists_and_every_public_name_is_exported(name):
+    if name == "__main__":
+        return
+    module = importlib.import_module(f"naught.{name}")
+    exported = set(module.__all__)
+    assert exported <= set(dir(module))
+    tree = ast.parse(path_of(name).read_text(encoding="utf-8"))
+    public = {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
+    # Blocks of the configuration are reached through Config.
+    assert name == "config.schema" or public <= exported
+
+
+def test_every_name_of_the_package_can_be_had():
+    for name in naught.__all__:
+        assert getattr(naught, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        naught.nonsense  # noqa: B018
+
+
+def test_every_file_says_what_it_is_for():
+    for name in ORDER:
+        assert ast.get_docstring(ast.parse(path_of(name).read_text(encoding="utf-8"))), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], {"torch", "pydantic", "numpy"}),
+        (["plan", "--help"], {"torch", "pydantic", "numpy"}),
+        (["plan", "7.5B", "--ranks", "64", "--gpu", "32GB"], {"torch", "pydantic", "numpy"}),
+        (["plan", "--paper", "zero-table1"], {"torch", "pydantic", "numpy"}),
+        (["config", "init", "stage2"], {"torch", "numpy"}),
+    ],
+)
+def test_quick_questions_import_nothing_slow(arguments, absent):
+    code = (
+        "import sys\nfrom naught.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print('\\nLOADED', *sorted(sys.modules), file=sys.stderr)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(run.stderr.rpartition("LOADED")[2].split())
+    assert "naught" in loaded
+    assert not absent & loaded
+
+
+def test_nothing_speaks_of_where_it_was_made():
+    root = PACKAGE.parent
+    if not (root / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, timeout=60, check=True).stdout
+    for name in listed.split():
+        text = (root / name).read_text(encoding="utf-8", errors="replace")
+        for word in ("/wo" + "rk/", "/ro" + "ot/", "pypi" + ".org"):
+            assert word not in text, f"{name} names {word}"
