@@ -14,18 +14,17 @@ from naught.estimate import (
     Job,
     PlacedRun,
     forecast,
+    resting_bytes,
     transformer_activations,
 )
-from naught.layout import ALIGN_NUMEL
 from naught.machine import Machine
-from naught.placement import PLACEMENTS, Placement, Tier, place_stage
+from naught.placement import PLACEMENTS, Tier, place_stage
 from naught.shapes import Model, Run, gpt_of_count
 
 __all__ = ["POOLED", "Advice", "advise", "best_forecast", "largest_numel", "pool"]
 
 POOLED = "pooled"
 _MOST_TILES = 4096
-_LARGEST_NUMEL = 10**16
 _PRECISION = 1.005
 
 # Measures activations under a job; a traced module ignores the job but for its checkpointing.
@@ -121,21 +120,39 @@ def largest_numel(name: str, machine: Machine, job: Job, *, automatic: bool = Tr
     def fits(numel: int) -> bool:
         model = gpt_of_count(numel)
         measure = _formula(model)
-        if name == POOLED:
-            placed = pool(model.runs, measure, machine, job, automatic=automatic)
-        else:
-            placed = [PlacedRun(run, PLACEMENTS[name]) for run in model.runs]
-        return best_forecast(name, placed, measure, machine, job, automatic=automatic).fits
+        pooled = name == POOLED
+        placed = pool(model.runs, measure, machine, job, automatic=automatic) if pooled else _uniform(numel, name)
+        return _states_fit(placed, machine, job) and best_forecast(name, placed, measure, machine, job, automatic=automatic).fits
 
-    low, high = 0, 1 << 20
-    while high < _LARGEST_NUMEL and fits(high):
-        low, high = high, high * 4
-    if not low:
-        return 0
-    while high / low > _PRECISION:
-        middle = int((low * high) ** 0.5)
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    # No placement keeps less than a parameter's states, once; what else it holds is mostly small beside them.
+    most = sum(machine.capacity(tier) for tier in Tier) * machine.ranks // (job.recipe.weight + job.recipe.state) + 1
+    if name != POOLED:
+        most = _bisect(lambda numel: _states_fit(_uniform(numel, name), machine, job), 1, most)[1]
+    for share in (0.98, 0.9, 0.5):
+        if fits(int(most * share)):
+            return _bisect(fits, int(most * share), most)[0]
+    return _bisect(fits, 1 << 16, most // 2 + 1)[0] if fits(1 << 16) else 0
+
+
+def _uniform(numel: int, name: str) -> list[PlacedRun]:
+    return [PlacedRun(run, PLACEMENTS[name]) for run in gpt_of_count(numel).runs]
+
+
+def _bisect(holds: Callable[[int], bool], low: int, high: int) -> tuple[int, int]:
+    """Narrow down where something stops to hold, given that it does at the low end."""
+    while high / low > _PRECISION and high - low > 1:
+        middle = max(low + 1, int((low * high) ** 0.5))
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high
+
+
+def _states_fit(placed: Sequence[PlacedRun], machine: Machine, job: Job) -> bool:
+    """Whether the states at rest have room: quick to tell, and without it nothing else matters."""
+    totals = dict.fromkeys(Tier, 0)
+    for run, placement in placed:
+        for tier, nbytes in resting_bytes(run, placement, machine.ranks, job).items():
+            totals[Tier.DEVICE if machine.unified and tier is Tier.HOST else tier] += nbytes
+    return all(totals[tier] <= machine.capacity(tier) for tier in Tier)
 
 
 # In the pool each unit takes the first of these for which there is room: parameters, gradients, optimizer state.
@@ -157,79 +174,64 @@ def pool(runs: Sequence[Run], activations: Activations, machine: Machine, job: J
     """Use the device, the host and the disk as one memory: each unit's states go to the nearest tier with room.
 
     More states on the device mean less work for the CPU; more weights on the device mean less traffic. Both ends
-    are tried, and the faster one that fits is taken.
+    are tried, and so is one placement for all; the fastest that fits is taken.
     """
-    best: tuple[float, list[PlacedRun]] | None = None
     room = _room(runs, activations, machine, job, automatic)
-    for keep_weights in (True, False):
-        placed = _fill(runs, dict(room), machine.ranks, job, keep_weights=keep_weights)
+    candidates = [_fill(runs, dict(room), machine.ranks, job, keep_weights=keep) for keep in (True, False)]
+    candidates += [[PlacedRun(run, placement) for run in runs] for placement in _POOL]
+    best: tuple[float, list[PlacedRun]] | None = None
+    for placed in candidates:
+        if not _states_fit(placed, machine, job):
+            continue
         found = best_forecast(POOLED, placed, activations, machine, job, automatic=automatic)
         if found.fits and (best is None or found.times.serial < best[0]):
             best = found.times.serial, placed
-    return best[1] if best else [PlacedRun(run, _POOL[-1]) for run in runs]
+    return best[1] if best else candidates[-1]
 
 
 def _room(runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, automatic: bool) -> dict[Tier, int]:
     """What a tier has left for states at rest once activations and the units in use have theirs."""
-    elsewhere = [PlacedRun(run, _POOL[2]) for run in runs]
     empty = [PlacedRun(Run("nothing", 0), _POOL[0])]
     plain = best_forecast(POOLED, empty, activations, machine, job, automatic=automatic)
     trial = replace(job, checkpointing=plain.checkpointing)
     measured = activations(trial)
     at_rest = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 
-    def left(tiles: int) -> dict[Tier, int]:
-        found = forecast(POOLED, elsewhere, measured, machine, trial, tiles=tiles)
-        # States read from the disk pass through the host twice over: the same staging as the weights', six times as wide.
-        staged = forecast(POOLED, [PlacedRun(run, _POOL[-1]) for run in runs], measured, machine, trial, tiles=tiles)
-        return {
-            tier: machine.capacity(tier)
-            - max(sum(b for category, b in row.memory[tier].items() if category not in at_rest) for row in (found, staged))
-            for tier in Tier
-        }
+    def passing(tier: Tier, tiles: int) -> int:
+        """States that rest on disk pass through the host, and those that rest there do not: the more counts."""
+        rows = [
+            forecast(POOLED, [PlacedRun(run, placement) for run in runs], measured, machine, trial, tiles=tiles)
+            for placement in (_POOL[2], _POOL[-1])
+        ]
+        return max(sum(nbytes for category, nbytes in row.memory[tier].items() if category not in at_rest) for row in rows)
 
+    # Tiles small enough that the units in use leave half of the device.
     tiles = 1
-    while (room := left(tiles))[Tier.DEVICE] < machine.capacity(Tier.DEVICE) // 2 and tiles < _MOST_TILES:
+    while passing(Tier.DEVICE, 1) / tiles > machine.capacity(Tier.DEVICE) / 2 and tiles < _MOST_TILES:
         tiles *= 2
-    return room
+    return {tier: machine.capacity(tier) - passing(tier, tiles) for tier in Tier}
 
 
 def _fill(runs: Sequence[Run], room: dict[Tier, int], world: int, job: Job, *, keep_weights: bool) -> list[PlacedRun]:
+    """Give each unit the first placement for which there is room. `keep_weights` leaves room on the device for the
+    weights of all units before it takes any states in."""
     placed: list[PlacedRun] = []
-    numel = sum(run.numel * run.repeat for run in runs)
+    weights_to_come = sum(run.numel * run.repeat for run in runs) // world * job.recipe.weight
     for run in runs:
         left = run.repeat
+        weights = -(-run.numel // world) * job.recipe.weight
         for placement in _POOL:
-            need = _needs(run, placement, world, job)
-            count = left
-            for tier, nbytes in need.items():
-                free = room[tier]
-                if keep_weights and placement == _POOL[0]:
-                    # Leave room on the device for the weights of all units that keep their states elsewhere.
-                    weights = -(-run.numel // world) * job.recipe.weight
-                    free -= numel // world * job.recipe.weight
-                    nbytes -= weights
-                if nbytes > 0:
-                    count = min(count, max(0, free) // nbytes)
+            need = resting_bytes(run._replace(repeat=1), placement, world, job)
+            fitting = {tier: room[tier] // nbytes for tier, nbytes in need.items() if nbytes}
+            if keep_weights and placement == _POOL[0]:
+                fitting[Tier.DEVICE] = (room[Tier.DEVICE] - weights_to_come) // max(1, need[Tier.DEVICE] - weights)
+            count = max(0, min(left, *fitting.values()))
             if count:
                 placed.append(PlacedRun(run._replace(repeat=count), placement))
                 left -= count
-                numel -= run.numel * count
+                weights_to_come -= weights * count
                 for tier, nbytes in need.items():
                     room[tier] -= nbytes * count
         if left:
             placed.append(PlacedRun(run._replace(repeat=left), _POOL[-1]))
     return placed
-
-
-def _needs(run: Run, placement: Placement, world: int, job: Job) -> dict[Tier, int]:
-    trained = -(-(run.numel - run.frozen) // world) + ALIGN_NUMEL
-    weights = -(-run.numel // world) + 2 * ALIGN_NUMEL
-    needs: dict[Tier, int] = {}
-    for place, nbytes in (
-        (placement.param, weights * job.recipe.weight),
-        (placement.grad, trained * job.kept_grad),
-        (placement.optim, trained * job.recipe.state),
-    ):
-        needs[place.tier] = needs.get(place.tier, 0) + nbytes
-    return needs

@@ -23,7 +23,9 @@ class NaughtError(Exception):
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what, self.where, self.fix = what, where, fix
-        super().__init__(what + (f" [{where}]" if where else "") + (f". {fix}" if fix else ""))
+        said = what + (f" [{where}]" if where else "")
+        stop = "" if said.endswith((".", "?", "!")) else "."
+        super().__init__(f"{said}{stop} {fix[:1].upper()}{fix[1:]}" if fix else said)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process borders in launchers and test harnesses; keyword arguments would be lost.

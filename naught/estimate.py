@@ -6,8 +6,8 @@ papers' formulas for transformers (`transformer_activations`) or were traced for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from naught.errors import UsageError
-from naught.formulas import Recipe, block_activation_bytes, checkpoint_bytes, recipe
+from naught.formulas import Recipe, block_activation_bytes, checkpoint_bytes, full_activation_bytes, recipe
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
-from naught.placement import Placement, Tier
-from naught.plan import Budgets, Event, Moment, UnitBytes, compile_plan, simulate
+from naught.placement import Kind, Placement, Tier
+from naught.plan import Budgets, Buffer, Event, Moment, Pass, UnitBytes, compile_plan, simulate
 from naught.shapes import Run, Transformer
 
 __all__ = [
@@ -31,7 +31,9 @@ __all__ = [
     "PlacedRun",
     "Times",
     "forecast",
+    "resting_bytes",
     "transformer_activations",
+    "whole_working_set",
 ]
 
 
@@ -56,32 +58,36 @@ class Job:
     recipe: Recipe = _MIXED_ADAM
     checkpointing: Checkpointing = Checkpointing.BLOCK
     fused_attention: bool = True
+    summed_grad: int = 4
 
     def __post_init__(self) -> None:
         if min(self.micro_batch, self.seq, self.accumulation) < 1:
             raise UsageError("micro-batch, sequence length and accumulation are at least 1")
 
     @property
-    def tokens(self) -> int:
-        return self.micro_batch * self.seq * self.accumulation
-
-    @property
     def kept_grad(self) -> int:
-        """Bytes of a gradient that waits for the update: 32-bit when micro-batches are summed."""
-        return 4 if self.accumulation > 1 else self.recipe.grad
+        """Bytes of a gradient that waits for the update: 32-bit when micro-batches are summed, unless told otherwise."""
+        return self.summed_grad if self.accumulation > 1 else self.recipe.grad
 
 
 class ActivationBytes(NamedTuple):
-    """Activations of one micro-batch: all of them, those alive while one block is recomputed, and the checkpoints."""
+    """Activations of one micro-batch: all of them, those alive while one block is recomputed, and the checkpoints.
+
+    `forward_flops` is what the forward computes; None is two for each parameter and token.
+    """
 
     full: int
     working: int
     checkpoints: int
     source: str
+    forward_flops: int | None = None
 
 
 def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
-    """ZeRO-Infinity's formulas, plus the logits in their own and in 32-bit precision, which the paper leaves out."""
+    """The papers' formulas, plus the logits in their own and in 32-bit precision, which the papers leave out.
+
+    Without checkpoints the larger of the two papers' formulas counts; a real block keeps more than either.
+    """
     wide = job.recipe.weight // 2
     tokens = job.micro_batch * job.seq
     block = wide * block_activation_bytes(
@@ -89,9 +95,15 @@ def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
     )
     logits = tokens * shape.vocab * (job.recipe.weight + 4)
     checkpoints = wide * checkpoint_bytes(shape.layers, shape.hidden, batch=job.micro_batch, seq=job.seq)
+    everything = max(
+        shape.layers * block,
+        wide * full_activation_bytes(shape.layers, shape.hidden, batch=job.micro_batch, seq=job.seq),
+    )
     scores = "without" if job.fused_attention else "with"
     source = f"ZeRO-Infinity's formula ({scores} attention scores) and the logits"
-    return ActivationBytes(shape.layers * block + logits, block + logits, checkpoints, source)
+    if job.checkpointing is Checkpointing.NONE:
+        source = "the papers' formulas and the logits: a lower bound, as gated layers keep up to twice as much"
+    return ActivationBytes(everything + logits, block + logits, checkpoints, source)
 
 
 class Category(StrEnum):
@@ -164,13 +176,9 @@ def forecast(
     placed = [PlacedRun(_tiled(run, tiles), placement) for run, placement in placed]
     memory = {tier: dict.fromkeys(Category, 0) for tier in Tier}
     for run, placement in placed:
-        size = _unit_bytes(run, placement, machine.ranks, job)
-        whole_grads = size.grads if not placement.grad.split else size.grad_shard
-        weights = size.weight_shard if placement.param.split else size.weights
-        memory[placement.param.tier][Category.PARAMETERS] += weights * run.repeat
-        memory[placement.grad.tier][Category.GRADIENTS] += whole_grads * run.repeat
-        memory[placement.optim.tier][Category.OPTIMIZER] += size.state_shard * run.repeat
-    work = _working_set(tuple(_representatives(placed)), machine.ranks, job)
+        for kind, category in _STATES.items():
+            memory[placement.of(kind).tier][category] += _resting(kind, run, placement, machine.ranks, job)
+    work = _working_set(placed, machine.ranks, job)
     memory[Tier.DEVICE][Category.GATHERED] += work.gathered
     memory[Tier.DEVICE][Category.BUFFERS] += work.device_buffers
     memory[Tier.HOST][Category.BUFFERS] += work.host_buffers
@@ -191,14 +199,38 @@ def forecast(
         volume=MappingProxyType(traffic.volume),
         link_bytes=traffic.link,
         disk_bytes=traffic.disk,
-        times=_times(placed, traffic, machine, job),
+        times=_times(placed, traffic, activations.forward_flops, machine, job),
         checkpointing=job.checkpointing,
         tiles=tiles,
     )
 
 
+_STATES = {Kind.PARAM: Category.PARAMETERS, Kind.GRAD: Category.GRADIENTS, Kind.OPTIM: Category.OPTIMIZER}
+
+
+def resting_bytes(run: Run, placement: Placement, world: int, job: Job) -> dict[Tier, int]:
+    """What a run's states take on each tier between their uses."""
+    totals = dict.fromkeys(Tier, 0)
+    for kind in Kind:
+        totals[placement.of(kind).tier] += _resting(kind, run, placement, world, job)
+    return totals
+
+
+def _resting(kind: Kind, run: Run, placement: Placement, world: int, job: Job) -> int:
+    size = _unit_bytes(run, placement, world, job)
+    whole, shard = {
+        Kind.PARAM: (size.weights, size.weight_shard),
+        Kind.GRAD: (size.grads, size.grad_shard),
+        Kind.OPTIM: (size.state_shard, size.state_shard),
+    }[kind]
+    return run.repeat * (shard if placement.of(kind).split else whole)
+
+
 def _tiled(run: Run, tiles: int) -> Run:
-    return run._replace(numel=-(-run.numel // tiles), repeat=run.repeat * tiles, frozen=run.frozen // tiles)
+    if run.outer:  # in use throughout: its tiles would be as well
+        return run
+    frozen, trained = -(-run.frozen // tiles), -(-(run.numel - run.frozen) // tiles)
+    return run._replace(numel=frozen + trained, repeat=run.repeat * tiles, frozen=frozen)
 
 
 def _unit_bytes(run: Run, placement: Placement, world: int, job: Job) -> UnitBytes:
@@ -210,13 +242,15 @@ def _unit_bytes(run: Run, placement: Placement, world: int, job: Job) -> UnitByt
         weight_shard=weights // world * job.recipe.weight,
         grads=trained * (job.recipe.grad if placement.grad.split else job.kept_grad),
         grad_shard=trained // world * job.kept_grad,
-        state_shard=trained // (world if placement.optim.split else 1) * job.recipe.state,
+        state_shard=trained // (world if placement.optim.split else 1) * _state(placement, job.recipe),
+        trained=trained > 0,
     )
 
 
-def _representatives(placed: Sequence[PlacedRun]) -> list[PlacedRun]:
-    """The same model with long runs cut to three units: the working set only depends on neighbours."""
-    return [PlacedRun(run._replace(repeat=min(run.repeat, 3)), placement) for run, placement in placed]
+def _state(placement: Placement, recipe: Recipe) -> int:
+    """Bytes of optimizer state for a parameter; an update off the device needs a master there, also of 32-bit weights."""
+    needs_copy = recipe.master == 0 and placement.optim.tier is not Tier.DEVICE and placement.param.tier is Tier.DEVICE
+    return recipe.state + (recipe.weight if needs_copy else 0)
 
 
 class _Work(NamedTuple):
@@ -225,33 +259,35 @@ class _Work(NamedTuple):
     host_buffers: int
 
 
+def _working_set(placed: Sequence[PlacedRun], world: int, job: Job) -> _Work:
+    """The same as for whole rows, of which only as many units are looked at as fetching ahead can reach."""
+    largest = max(run.numel for run, _ in placed)
+
+    def reach(run: Run) -> int:
+        # Budgets hold two units of the largest size; before and behind them lies one unit more.
+        return run.repeat if run.outer else min(run.repeat, 3 + 2 * largest // max(1, run.numel))
+
+    return whole_working_set(tuple(PlacedRun(run._replace(repeat=reach(run)), place) for run, place in placed), world, job)
+
+
 @lru_cache(maxsize=4096)
-def _working_set(placed: tuple[PlacedRun, ...], world: int, job: Job) -> _Work:
+def whole_working_set(placed: tuple[PlacedRun, ...], world: int, job: Job) -> _Work:
     """What the plan of one step holds beyond the states at rest, with one unit fetched ahead on every hop."""
     placements: dict[str, Placement] = {}
     sizes: dict[str, UnitBytes] = {}
     outer: list[str] = []
     for at, (run, placement) in enumerate(placed):
         size = _unit_bytes(run, placement, world, job)
-        # Gradients that rest where they are made are counted at rest, not as a buffer of the plan.
-        resting = placement.grad.tier is Tier.DEVICE
-        size = replace(
-            size,
-            grads=size.grads if placement.grad.split else 0,
-            grad_shard=0 if resting else size.grad_shard,
-        )
         for unit in range(run.repeat):
             placements[f"{at}.{unit}"] = placement
             sizes[f"{at}.{unit}"] = size
             outer += [f"{at}.{unit}"] if run.outer else []
     inner = [unit for unit in sizes if unit not in outer]
     budgets = _one_ahead([sizes[unit] for unit in outer], [sizes[unit] for unit in inner])
-    plan = compile_plan(_one_pass(outer, inner), placements, sizes, budgets=budgets)
+    plan = compile_plan(_one_pass(outer, inner), placements, sizes, budgets=budgets, which=Pass())
     peaks = simulate(plan.steps, placements, sizes)
-    staged = [peaks.buffers[name] for name in ("read weights", "read states", "read gradients")]
-    stored = peaks.buffers["stored gradients"] if any(p.grad.tier is Tier.DISK for p in placements.values()) else 0
-    staging = peaks.buffers["loaded weights"] + peaks.buffers["reduce scratch"]
-    return _Work(max(0, peaks.tiers[Tier.DEVICE] - staging), staging, sum(staged) + stored)
+    staging = peaks.buffers[Buffer.LOADED_WEIGHTS] + peaks.buffers[Buffer.LOADED_GRADS] + peaks.buffers[Buffer.SCRATCH]
+    return _Work(max(0, peaks.passing[Tier.DEVICE] - staging), staging, peaks.passing[Tier.HOST])
 
 
 def _one_pass(outer: Sequence[str], inner: Sequence[str]) -> list[Event]:
@@ -266,12 +302,18 @@ def _one_pass(outer: Sequence[str], inner: Sequence[str]) -> list[Event]:
 
 def _one_ahead(outer: Sequence[UnitBytes], inner: Sequence[UnitBytes]) -> Budgets:
     """Room for the outer units, the one in use and the next."""
-    most = {
-        field: sum(getattr(size, field) for size in outer)
-        + max([getattr(a, field) + getattr(b, field) for a, b in pairwise(inner)], default=0)
-        for field in ("weights", "weight_shard", "state_shard")
-    }
-    return Budgets(most["weights"], most["weight_shard"], max(most["state_shard"], most["weight_shard"]))
+
+    def pair(nbytes: Callable[[UnitBytes], int]) -> int:
+        return max((nbytes(a) + nbytes(b) for a, b in pairwise(inner)), default=0)
+
+    weights = pair(lambda size: size.weights)
+    return Budgets(
+        ahead_bytes=weights,
+        live_bytes=weights + sum(size.weights for size in outer),
+        load_bytes=pair(lambda size: size.weight_shard),
+        read_weight_bytes=pair(lambda size: size.weight_shard),
+        read_state_bytes=pair(lambda size: size.state_shard),
+    )
 
 
 class _Traffic(NamedTuple):
@@ -284,7 +326,7 @@ def _traffic(placed: Sequence[PlacedRun], activations: ActivationBytes, world: i
     """Bytes of one step and rank: through collectives, between host and device, to and from the disk."""
     gathered = reduced = link = disk = 0
     passes, wire = job.accumulation, job.recipe.grad
-    last = len(placed) - 1
+    last = max((at for at, (run, _) in enumerate(placed) if not run.outer), default=-1)
     for at, (run, placement) in enumerate(placed):
         size = _unit_bytes(run, placement, world, job)
         trained = pad(run.numel - run.frozen, world, ALIGN_NUMEL)
@@ -292,19 +334,24 @@ def _traffic(placed: Sequence[PlacedRun], activations: ActivationBytes, world: i
         reduced += trained * wire * reduces
         if placement.param.split:
             # The last unit of the forward is the first of the backward, as an outer one is: the plan keeps it.
-            kept = passes * (1 if at == last else run.repeat * run.outer)
+            kept = passes * (run.repeat if run.outer else int(at == last))
             gathers = 2 * passes * run.repeat - kept
             gathered += size.weights * gathers
             link += size.weight_shard * gathers * (placement.param.tier is not Tier.DEVICE)
-            disk += size.weight_shard * (gathers + run.repeat) * (placement.param.tier is Tier.DISK)
+            disk += size.weight_shard * gathers * (placement.param.tier is Tier.DISK)
+            disk += trained // world * job.recipe.weight * run.repeat * (placement.param.tier is Tier.DISK)
         else:
             # Whole weights are stale after an update elsewhere; after one on every rank it is the gradients that travel.
             gathered += trained * (job.recipe.weight if placement.optim.split else wire) * run.repeat
-        if placement.optim.tier is not Tier.DEVICE:
+        on_device = placement.optim.tier is Tier.DEVICE
+        if placement.grad.tier is not Tier.DEVICE:
             link += trained // world * wire * reduces
-            link += trained // world * job.recipe.weight * run.repeat * (placement.param.tier is Tier.DEVICE)
+        if on_device != (placement.grad.tier is Tier.DEVICE):
+            link += trained // world * wire * run.repeat
+        if on_device != (placement.param.tier is Tier.DEVICE):
+            link += trained // world * job.recipe.weight * run.repeat
         if placement.grad.tier is Tier.DISK:
-            disk += size.grad_shard * (reduces + run.repeat)
+            disk += 2 * size.grad_shard * reduces  # each micro-batch but the first is added to what is there
         if placement.optim.tier is Tier.DISK:
             disk += 2 * size.state_shard * run.repeat
     if job.checkpointing is Checkpointing.HOST:
@@ -316,9 +363,10 @@ def _traffic(placed: Sequence[PlacedRun], activations: ActivationBytes, world: i
 _DEVICE_UPDATE_NUMEL_S = 50e9  # a fused AdamW on device memory; never what decides
 
 
-def _times(placed: Sequence[PlacedRun], traffic: _Traffic, machine: Machine, job: Job) -> Times:
-    numel = sum(run.numel * run.repeat for run, _ in placed)
-    passes = 3 if job.checkpointing is Checkpointing.NONE else 4  # forward, backward twice, and the recompute
+def _times(placed: Sequence[PlacedRun], traffic: _Traffic, forward_flops: int | None, machine: Machine, job: Job) -> Times:
+    if forward_flops is None:
+        forward_flops = 2 * job.micro_batch * job.seq * sum(run.numel * run.repeat for run, _ in placed)
+    forwards = 3 if job.checkpointing is Checkpointing.NONE else 4  # a backward is two forwards; and the recompute
     on_host = on_device = 0.0
     for run, placement in placed:
         share = (run.numel - run.frozen) * run.repeat / (machine.ranks if placement.optim.split else 1)
@@ -327,8 +375,8 @@ def _times(placed: Sequence[PlacedRun], traffic: _Traffic, machine: Machine, job
         else:
             on_host += share
     return Times(
-        compute=2 * passes * job.tokens * numel / machine.gpu.flops,
-        network=sum(traffic.volume.values()) / machine.network_bytes_s,
+        compute=forwards * forward_flops * job.accumulation / machine.gpu.flops,
+        network=sum(traffic.volume.values()) / machine.collective_bytes_s,
         link=traffic.link / machine.link_bytes_s,
         update=on_device / _DEVICE_UPDATE_NUMEL_S + on_host * machine.local_ranks / machine.update_numel_s,
         disk=traffic.disk * machine.local_ranks / machine.disk_bytes_s,

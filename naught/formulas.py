@@ -13,6 +13,7 @@ __all__ = [
     "block_activation_bytes",
     "checkpoint_bytes",
     "efficiency",
+    "full_activation_bytes",
     "recipe",
     "state_bytes",
 ]
@@ -32,7 +33,7 @@ class Recipe(NamedTuple):
 
 
 _WEIGHTS = {"bf16": Recipe(2, 2, 4, 0), "fp16": Recipe(2, 2, 4, 0), "fp32": Recipe(4, 4, 0, 0)}
-_MOMENTS = {"adamw": 8, "adam": 8, "lion": 4, "adagrad": 4, "sgd": 0}
+_MOMENTS = {"adamw": 8, "adam": 8, "lion": 4, "adagrad": 4, "sgd": 0, "sgd-momentum": 4}
 
 
 def recipe(dtype: str = "bf16", optimizer: str = "adamw") -> Recipe:
@@ -58,6 +59,11 @@ def block_activation_bytes(hidden: int, heads: int, *, batch: int, seq: int, fus
     """Activations of one 16-bit block (ZeRO-Infinity's AWM); fused attention never holds the seq x seq scores."""
     scores = 0 if fused_attention else 2 * heads * seq
     return batch * seq * (16 * hidden + scores)
+
+
+def full_activation_bytes(layers: int, hidden: int, *, batch: int, seq: int) -> int:
+    """Everything that 16-bit blocks keep without checkpoints (ZeRO, section 3.2: 12 elements of hidden a token)."""
+    return 2 * 12 * hidden * batch * seq * layers
 
 
 def checkpoint_bytes(layers: int, hidden: int, *, batch: int, seq: int) -> int:

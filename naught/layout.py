@@ -115,8 +115,7 @@ class Piece(NamedTuple):
 def reshard(old: Layout, new: Layout, rank: int) -> Iterator[Piece]:
     """What a rank of the new layout must fetch, and from which old shard. Slots are matched by name."""
     sources = {slot.name: slot for slot in old.slots}
-    target_shard = new.shard(rank)
-    for slot, wanted in new.owned(rank):
+    for slot in new.slots:  # all of them, so that every rank finds the same fault
         source = sources.get(slot.name)
         if source is None or source.shape != slot.shape:
             raise ModelError(
@@ -124,7 +123,9 @@ def reshard(old: Layout, new: Layout, rank: int) -> Iterator[Piece]:
                 + ("missing" if source is None else f"{list(source.shape)} in the old layout"),
                 fix="re-shard between layouts of the same parameters",
             )
-        shift = source.span.start - slot.span.start
+    target_shard = new.shard(rank)
+    for slot, wanted in new.owned(rank):
+        shift = sources[slot.name].span.start - slot.span.start
         yield from _across(slot.name, Span(wanted.start + shift, wanted.stop + shift), old, wanted.start - target_shard.start)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -15,34 +16,41 @@ from naught.errors import UsageError
 from naught.placement import Tier
 from naught.quantity import parse_bytes
 
-__all__ = ["GPUS", "Gpu", "Machine", "detect", "parse_gpu"]
+__all__ = ["GPUS", "Gpu", "Machine", "detect", "parse_gpu", "recognise"]
 
 
 class Gpu(NamedTuple):
-    """A device: its memory, the arithmetic a good training step sustains, and its link to the host when alone."""
+    """A device: its memory, the arithmetic a good training step sustains, its link to the host when alone, and its
+    link to the other devices of its node."""
 
     memory_bytes: int
     flops: float
     link_bytes_s: float
+    peer_bytes_s: float = 25e9
+    has_bf16: bool = True
 
 
-# Sustained rates, not data-sheet peaks: the planner compares placements, and all of them share this figure.
+_NVLINK, _PCIE3, _PCIE4, _PCIE5 = 150e9, 12e9, 25e9, 55e9
+
+# Sustained rates, not data-sheet peaks: the planner compares placements, and all of them share these figures.
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "v100": Gpu(32 * 10**9, 70e12, 12e9),
-        "t4": Gpu(16 * 10**9, 30e12, 12e9),
-        "a10": Gpu(24 * 10**9, 70e12, 25e9),
-        "rtx3090": Gpu(24 * 10**9, 60e12, 25e9),
-        "rtx4090": Gpu(24 * 10**9, 130e12, 25e9),
-        "l40s": Gpu(48 * 10**9, 200e12, 25e9),
-        "a100-40gb": Gpu(40 * 10**9, 200e12, 25e9),
-        "a100-80gb": Gpu(80 * 10**9, 200e12, 25e9),
-        "h100": Gpu(80 * 10**9, 500e12, 55e9),
-        "h200": Gpu(139 * 2**30, 500e12, 55e9),
-        "b200": Gpu(180 * 10**9, 1000e12, 55e9),
+        "v100": Gpu(32 * 10**9, 70e12, _PCIE3, _NVLINK / 2, has_bf16=False),
+        "t4": Gpu(16 * 10**9, 30e12, _PCIE3, _PCIE3, has_bf16=False),
+        "a10": Gpu(24 * 10**9, 70e12, _PCIE4, _PCIE4),
+        "l4": Gpu(24 * 10**9, 60e12, _PCIE4, _PCIE4),
+        "l40s": Gpu(48 * 10**9, 200e12, _PCIE4, _PCIE4),
+        "rtx3090": Gpu(24 * 10**9, 60e12, _PCIE4, _PCIE4),
+        "rtx4090": Gpu(24 * 10**9, 130e12, _PCIE4, _PCIE4),
+        "a100-40gb": Gpu(40 * 10**9, 200e12, _PCIE4, _NVLINK),
+        "a100-80gb": Gpu(80 * 10**9, 200e12, _PCIE4, _NVLINK),
+        "h100": Gpu(80 * 10**9, 500e12, _PCIE5, 2 * _NVLINK),
+        "h200": Gpu(139 * 2**30, 500e12, _PCIE5, 2 * _NVLINK),
+        "b200": Gpu(180 * 10**9, 1000e12, _PCIE5, 4 * _NVLINK),
     }
 )
 _UNNAMED = GPUS["a100-80gb"]
+_BETWEEN_NODES_BYTES_S = 25e9  # 200 Gb/s for each rank
 
 # The part of each tier that model states may have. The rest is the CUDA context and allocator slack, the operating
 # system and the data loader, and the file system's own.
@@ -60,7 +68,7 @@ class Machine:
     disk_bytes: int = 0
     host_bytes_s: float = 100e9  # memory copies to all devices of a node at once
     disk_bytes_s: float = 3.5e9
-    network_bytes_s: float = 100e9  # what one rank sends in a collective
+    network_bytes_s: float = 0.0  # what one rank sends in a collective; 0: what its GPU and the number of nodes suggest
     update_numel_s: float = 4e9  # AdamW on all cores of a node
     unified: bool = False  # no GPU: the device is the host's own memory, and there is no other
 
@@ -89,6 +97,11 @@ class Machine:
         return int(whole * _USABLE[tier])
 
     @property
+    def collective_bytes_s(self) -> float:
+        within = self.gpu.peer_bytes_s
+        return self.network_bytes_s or (within if self.ranks == self.local_ranks else min(within, _BETWEEN_NODES_BYTES_S))
+
+    @property
     def link_bytes_s(self) -> float:
         """Host to device for one rank while its neighbours do the same."""
         return min(self.gpu.link_bytes_s, self.host_bytes_s / self.local_ranks)
@@ -112,16 +125,24 @@ def detect() -> tuple[Machine, str]:
     machine = Machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
     if gpus:
         name, memory_bytes = gpus[0]
-        known = next((gpu for key, gpu in GPUS.items() if key.split("-")[0] in name.lower().replace(" ", "")), _UNNAMED)
-        found = replace(machine, ranks=len(gpus), ranks_per_node=len(gpus), gpu=known._replace(memory_bytes=memory_bytes))
-        return found, f"this machine: {len(gpus)} x {name}"
+        gpu = recognise(name)._replace(memory_bytes=memory_bytes)
+        return replace(machine, ranks=len(gpus), ranks_per_node=len(gpus), gpu=gpu), f"this machine: {len(gpus)} x {name}"
     # Without a GPU the device is the host's own memory: there is nothing to offload to but the disk.
     cores = os.cpu_count() or 1
-    cpu = Gpu(host_bytes, cores * 30e9, 10e9)
+    cpu = Gpu(host_bytes, cores * 30e9, 10e9, 2e9)
     return (
-        replace(machine, gpu=cpu, host_bytes=0, network_bytes_s=2e9, unified=True),
+        replace(machine, gpu=cpu, host_bytes=0, unified=True),
         "this machine has no GPU, so its memory is the device; ask about another with --gpu 80GB",
     )
+
+
+def recognise(name: str) -> Gpu:
+    """A GPU by what its driver calls it, such as NVIDIA A100-SXM4-80GB."""
+    words = re.split(r"[^a-z0-9]+", name.lower().replace("rtx ", "rtx").replace("geforce ", ""))
+    for key, gpu in GPUS.items():
+        if key.partition("-")[0] in words:
+            return gpu
+    return _UNNAMED
 
 
 def _host_bytes() -> int:
@@ -146,4 +167,9 @@ def _gpus() -> list[tuple[str, int]]:
     except (OSError, subprocess.SubprocessError):
         return []  # a driver that does not answer is as good as none for planning
     rows = [line.rpartition(",") for line in answer.splitlines() if line.strip()]
-    return [(name.strip(), int(mib) * 2**20) for name, _, mib in rows if mib.strip().isdigit()]
+    found = [(name.strip(), int(mib) * 2**20) for name, _, mib in rows if mib.strip().isdigit()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    chosen = [item for item in visible.split(",") if item.strip()]
+    return found[: len(chosen)]

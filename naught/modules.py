@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from naught.advice import Advice, advise
-from naught.errors import ModelError
+from naught.errors import ModelError, UsageError
 from naught.estimate import Job
 from naught.machine import Machine, detect
 from naught.shapes import Model, Run
@@ -23,7 +23,7 @@ __all__ = ["model_of", "plan_for"]
 
 def plan_for(
     module: nn.Module,
-    args: Sequence[Any],
+    args: Tensor | Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
     machine: Machine | None = None,
@@ -32,11 +32,16 @@ def plan_for(
 ) -> Advice:
     """What a module needs on a machine (the present one by default) when it is called with these example inputs.
 
-    The module may lie on the meta device. One micro-batch has the size of the inputs.
+    The module may lie on the meta device. One micro-batch is what the inputs hold, and only what the forward does is
+    counted: wrap the module with its loss if the loss is computed outside.
     """
+    module = _original(module)
+    args = (args,) if isinstance(args, Tensor) else args
     kwargs = kwargs or {}
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+        raise ModelError("the example inputs hold no tensor", fix="pass the inputs of one micro-batch")
     model = model_of(module, rules)
-    job = job or _job_of((args, kwargs))
+    job = job or Job()
     floats = torch.bfloat16 if job.recipe.weight == 2 else None
     activations = trace_activations(module, args, kwargs, rules=rules, floats=floats)
     return advise(model, lambda _: activations, machine or detect()[0], job)
@@ -44,7 +49,7 @@ def plan_for(
 
 def model_of(module: nn.Module, rules: UnitRules | None = None) -> Model:
     """A module's units as the planner counts them: like neighbours in one run."""
-    units = find_units(describe(module), rules)
+    units = find_units(describe(_original(module)), rules)
     if not units:
         raise ModelError("the module has no parameters")
 
@@ -58,10 +63,10 @@ def model_of(module: nn.Module, rules: UnitRules | None = None) -> Model:
     return Model(type(module).__qualname__, tuple(runs), None)
 
 
-def _job_of(inputs: Any) -> Job:
-    """Batch and sequence length from the first tensor that has them."""
-    shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not shapes:
-        raise ModelError("the example inputs hold no tensor", fix="pass the inputs of one micro-batch, or a Job")
-    first = shapes[0]
-    return Job(micro_batch=max(1, first[0]), seq=max(1, first[1]) if len(first) > 1 else 1)
+def _original(module: nn.Module) -> nn.Module:
+    """The module that torch.compile has wrapped, or the module itself."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"a plan is for an nn.Module, not for a {type(module).__name__}")
+    inner = getattr(module, "_orig_mod", module)
+    assert isinstance(inner, nn.Module)
+    return inner

@@ -1,14 +1,16 @@
-"""Plan: the list of steps that one cycle of training issues, the same on every rank. Pure; imports no torch.
+"""Plan: the list of steps that one pass of training issues, the same on every rank. Pure; imports no torch.
 
 A record of what the model did (`Event`s) is expanded into steps by each unit's placement, and fetching steps are
-then moved earlier while a byte budget allows: that is all that prefetching is. `simulate` walks the same list, so
-what is predicted is what runs.
+then moved earlier while a byte budget allows: that is all that prefetching is. Every event leaves one anchor in the
+list (`use` or `leave`), up to which the list is issued when the event happens again. `simulate` walks the same list,
+so what is predicted is what runs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,9 +21,12 @@ from naught.errors import PlanError
 from naught.placement import Kind, Placement, Tier
 
 __all__ = [
+    "EVERY_UNIT",
     "Budgets",
+    "Buffer",
     "Event",
     "Moment",
+    "Pass",
     "Peaks",
     "Plan",
     "Step",
@@ -34,11 +39,14 @@ __all__ = [
     "simulate",
 ]
 
+# What a step that concerns all units at once has for a unit. No module can have this name.
+EVERY_UNIT = "*"
+
 
 class Moment(StrEnum):
     """What a hook can say of a unit."""
 
-    ENTER = "enter"  # its forward begins
+    ENTER = "enter"  # its forward begins (also a recompute, between grad and done)
     EXIT = "exit"  # its forward has ended
     GRAD = "grad"  # the first gradient reaches its output
     DONE = "done"  # its own gradients are complete
@@ -55,7 +63,8 @@ class Verb(StrEnum):
     READ = "read"  # disk to host
     LOAD = "load"  # host to device
     GATHER = "gather"  # every rank's shard to every rank
-    USE = "use"  # the module computes
+    USE = "use"  # anchor: the module computes from here, forward (param) or backward (grad)
+    LEAVE = "leave"  # anchor: the module has computed, forward (param) or backward (grad)
     RELEASE = "release"  # a gathered flat is freed
     COLLECT = "collect"  # a flat for this unit's gradients is opened
     REDUCE = "reduce"  # summed gradients go to their owners
@@ -73,26 +82,28 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """A unit's bytes on one rank: gathered weights, one rank's share of them, and so on."""
+    """A unit's bytes on one rank: gathered weights, one rank's share of them, and so on. A unit that is not trained is
+    never reduced or updated."""
 
     weights: int
     weight_shard: int
     grads: int
     grad_shard: int
     state_shard: int
-    # Held for the length of one reduce: the receive side of an all-to-all where the backend has no reduce-scatter.
+    # Held for the length of one reduce: the receive side where the backend has no reduce-scatter.
     reduce_scratch: int = 0
+    trained: bool = True
 
 
-@dataclass(frozen=True)
-class Budgets:
-    """How many bytes fetching may hold: gathered on the device, loaded to the device, read into the host."""
+class Pass(NamedTuple):
+    """Which micro-batch of a step a plan is for. The first finds whole weights stale; the last updates.
 
-    gather_bytes: int = 0
-    load_bytes: int = 0
-    read_bytes: int = 0
-    # A released unit is kept instead if no more than this is gathered before its next use.
-    reuse_bytes: int = 0
+    `eager` updates a unit right behind its reduce, which is right only when nothing waits for the norm.
+    """
+
+    first: bool = True
+    last: bool = True
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,213 +117,337 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def compile_plan(
-    events: Sequence[Event],
-    placements: Mapping[str, Placement],
-    sizes: Mapping[str, UnitBytes],
-    *,
-    budgets: Budgets,
-    last: bool = True,
-    eager: bool = False,
-) -> Plan:
-    """Turn the record of one micro-batch into the plan that every later one follows.
+Placements = Mapping[str, Placement]
+Sizes = Mapping[str, UnitBytes]
 
-    `last` closes the cycle: gradients that stay whole are reduced, and updates follow. `eager` updates a unit right
-    behind its reduce, which is right only when nothing waits for the norm.
-    """
-    steps = expand(events, placements, last=last, eager=eager)
-    steps = keep(steps, sizes, live_bytes=budgets.gather_bytes, reuse_bytes=budgets.reuse_bytes)
-    for verb, kind, budget_bytes in (
-        (Verb.READ, Kind.PARAM, budgets.read_bytes),
-        (Verb.READ, Kind.OPTIM, budgets.read_bytes),
-        (Verb.LOAD, Kind.PARAM, budgets.load_bytes),
-        (Verb.GATHER, Kind.PARAM, budgets.gather_bytes),
-    ):
-        steps = hoist(steps, verb, kind, sizes=sizes, budget_bytes=budget_bytes)
+
+def compile_plan(events: Sequence[Event], placements: Placements, sizes: Sizes, *, budgets: Budgets, which: Pass) -> Plan:
+    """Turn the record of one micro-batch into the plan that every later one follows."""
+    steps = expand(events, placements, sizes, which)
+    steps = keep(steps, placements, sizes, budgets)
+    for verb in (Verb.READ, Verb.LOAD, Verb.GATHER):
+        steps = hoist(steps, verb, placements, sizes, budgets)
     return Plan(tuple(steps))
 
 
-def expand(events: Sequence[Event], placements: Mapping[str, Placement], *, last: bool, eager: bool) -> list[Step]:
+# --- from events to steps ---------------------------------------------------------------------------------------------
+
+
+def expand(events: Sequence[Event], placements: Placements, sizes: Sizes, which: Pass) -> list[Step]:
     """The steps that the events need, each where it is needed: no prefetching yet."""
-    steps: list[Step] = []
-    present = {unit for unit, placement in placements.items() if not placement.optim.split}
-    entered: dict[str, None] = {}
-    reduced: dict[str, None] = {}
-    for moment, unit in events:
+    expansion = _Expansion(placements, sizes, which)
+    last_done = {event.unit: at for at, event in enumerate(events) if event.moment is Moment.DONE}
+    for at, (moment, unit) in enumerate(events):
         if unit not in placements:
             raise PlanError(f'the record names a unit "{unit}" that the model does not have')
-        placement = placements[unit]
         if moment in (Moment.ENTER, Moment.GRAD):
-            entered.setdefault(unit)
-            if unit not in present:
-                # Whole weights are stale after the last update; split weights are absent after each release.
-                steps += _fetch(unit, placement)
-                present.add(unit)
-            if moment is Moment.GRAD:
-                steps.append(Step(Verb.COLLECT, Kind.GRAD, unit))
-            steps.append(Step(Verb.USE, Kind.PARAM, unit))
-            continue
-        if placement.param.split and unit in present:
-            steps.append(Step(Verb.RELEASE, Kind.PARAM, unit))
-            present.discard(unit)
-        if moment is Moment.DONE and (placement.grad.split or last):
-            steps += _reduce(unit, placement)
-            reduced.setdefault(unit)
-            if last and eager:
-                steps += _update(unit, placement)
-    if last and not eager:
-        steps.append(Step(Verb.NORM, Kind.GRAD, ""))
-        # In the order of the next forward, so that its first unit is ready first.
-        for unit in entered:
-            if unit in reduced:
-                steps += _update(unit, placements[unit])
-    return steps
+            expansion.open(unit, backward=moment is Moment.GRAD)
+        elif moment is Moment.EXIT:
+            expansion.leave(unit)
+        else:
+            expansion.finish(unit, for_good=last_done[unit] == at)
+    expansion.close()
+    return expansion.steps
 
 
-def _fetch(unit: str, placement: Placement) -> list[Step]:
-    verbs = {
-        Tier.DEVICE: [Verb.GATHER],
-        Tier.HOST: [Verb.LOAD, Verb.GATHER],
-        Tier.DISK: [Verb.READ, Verb.LOAD, Verb.GATHER],
-    }[placement.param.tier]
-    return [Step(verb, Kind.PARAM, unit) for verb in verbs]
+class _Expansion:
+    """The list so far, and what is known of each unit at its end."""
+
+    def __init__(self, placements: Placements, sizes: Sizes, which: Pass) -> None:
+        self.placements, self.sizes, self.which = placements, sizes, which
+        self.steps: list[Step] = []
+        # Whole weights are stale after an update that only owners made; split ones are absent until gathered.
+        self.present = {
+            unit for unit, place in placements.items() if not place.param.split and not (place.optim.split and which.first)
+        }
+        self.depth: dict[str, int] = {}  # forwards that have begun and not ended, in order of first use
+        self.backward: set[str] = set()  # between grad and done
+        self.reduced: set[str] = set()
+
+    def open(self, unit: str, *, backward: bool) -> None:
+        if unit not in self.present:
+            self._add(unit, Kind.PARAM, *_FETCH[self.placements[unit].param.tier])
+            self.present.add(unit)
+        if backward:
+            if self.sizes[unit].trained and unit not in self.backward:
+                self._add(unit, Kind.GRAD, Verb.COLLECT)
+            self.backward.add(unit)
+        else:
+            self.depth[unit] = self.depth.get(unit, 0) + 1
+        self._add(unit, Kind.GRAD if backward else Kind.PARAM, Verb.USE)
+
+    def leave(self, unit: str) -> None:
+        self.depth[unit] = max(0, self.depth.get(unit, 0) - 1)
+        self._release_if_idle(unit)
+        self._add(unit, Kind.PARAM, Verb.LEAVE)
+
+    def finish(self, unit: str, *, for_good: bool) -> None:
+        """A unit's gradients are complete, for now or for good: a late gradient may follow."""
+        placement = self.placements[unit]
+        self.backward.discard(unit)
+        self._release_if_idle(unit)
+        # Whole gradients wait for the last micro-batch and for the last of their own: summing them twice is wrong.
+        due = placement.grad.split or (self.which.last and for_good)
+        if self.sizes[unit].trained and due:
+            on_top = unit in self.reduced or not self.which.first
+            if placement.grad.tier is Tier.DISK and on_top:
+                self._add(unit, Kind.GRAD, Verb.READ)
+            self._add(unit, Kind.GRAD, Verb.REDUCE, *_STASH[placement.grad.tier])
+            self.reduced.add(unit)
+            if self.which.last and self.which.eager and for_good:
+                self._update(unit)
+        self._add(unit, Kind.GRAD, Verb.LEAVE)
+
+    def close(self) -> None:
+        if not self.which.last or self.which.eager or not self.reduced:
+            return
+        self._add(EVERY_UNIT, Kind.GRAD, Verb.NORM)
+        # In the order of the next forward, so that its first unit is ready first; units that only a backward met last.
+        for unit in [*(unit for unit in self.depth if unit in self.reduced), *sorted(self.reduced - set(self.depth))]:
+            self._update(unit)
+
+    def _update(self, unit: str) -> None:
+        """Bring gradient and states to where the update runs, and new weights to where they rest."""
+        placement = self.placements[unit]
+        on_device = placement.optim.tier is Tier.DEVICE
+        grad, param = placement.grad.tier, placement.param.tier
+        if grad is Tier.DISK:
+            self._add(unit, Kind.GRAD, Verb.READ)
+        if on_device != (grad is Tier.DEVICE):
+            self._add(unit, Kind.GRAD, Verb.LOAD if on_device else Verb.STORE)
+        if placement.optim.tier is Tier.DISK:
+            self._add(unit, Kind.OPTIM, Verb.READ)
+        self._add(unit, Kind.OPTIM, Verb.UPDATE)
+        if placement.optim.tier is Tier.DISK:
+            self._add(unit, Kind.OPTIM, Verb.WRITE)
+        if on_device != (param is Tier.DEVICE):
+            self._add(unit, Kind.PARAM, Verb.STORE if on_device else Verb.LOAD)
+        if param is Tier.DISK:
+            self._add(unit, Kind.PARAM, Verb.WRITE)
+        if placement.optim.split and not placement.param.split:
+            self.present.discard(unit)
+
+    def _release_if_idle(self, unit: str) -> None:
+        idle = not self.depth.get(unit) and unit not in self.backward
+        if idle and self.placements[unit].param.split and unit in self.present:
+            self._add(unit, Kind.PARAM, Verb.RELEASE)
+            self.present.discard(unit)
+
+    def _add(self, unit: str, kind: Kind, *verbs: Verb) -> None:
+        self.steps += [Step(verb, kind, unit) for verb in verbs]
 
 
-def _reduce(unit: str, placement: Placement) -> list[Step]:
-    verbs = {
-        Tier.DEVICE: [Verb.REDUCE],
-        Tier.HOST: [Verb.REDUCE, Verb.STORE],
-        Tier.DISK: [Verb.REDUCE, Verb.STORE, Verb.WRITE],
-    }[placement.grad.tier]
-    return [Step(verb, Kind.GRAD, unit) for verb in verbs]
+_FETCH = {
+    Tier.DEVICE: (Verb.GATHER,),
+    Tier.HOST: (Verb.LOAD, Verb.GATHER),
+    Tier.DISK: (Verb.READ, Verb.LOAD, Verb.GATHER),
+}
+_STASH: dict[Tier, tuple[Verb, ...]] = {
+    Tier.DEVICE: (),
+    Tier.HOST: (Verb.STORE,),
+    Tier.DISK: (Verb.STORE, Verb.WRITE),
+}
 
 
-def _update(unit: str, placement: Placement) -> list[Step]:
-    steps = [Step(Verb.READ, kind, unit) for kind in (Kind.GRAD, Kind.OPTIM) if placement.of(kind).tier is Tier.DISK]
-    steps.append(Step(Verb.UPDATE, Kind.OPTIM, unit))
-    return steps + [Step(Verb.WRITE, kind, unit) for kind in (Kind.OPTIM, Kind.PARAM) if placement.of(kind).tier is Tier.DISK]
+# --- what a list holds ------------------------------------------------------------------------------------------------
 
 
-def keep(steps: Sequence[Step], sizes: Mapping[str, UnitBytes], *, live_bytes: int, reuse_bytes: int) -> list[Step]:
-    """Drop a release and the fetch that undoes it where the unit is soon used again and there is room to hold it."""
-    kept = list(steps)
-    # From the back: once an outer unit is kept, nothing stands between the release and the fetch of the one within.
-    for at in range(len(kept) - 1, -1, -1):
-        step = kept[at]
-        again = _next_gather(kept, at) if step.verb is Verb.RELEASE else None
-        if again is not None and _worth_keeping(kept, at, again, sizes, live_bytes, reuse_bytes):
-            refetch = {Step(verb, Kind.PARAM, step.unit) for verb in (Verb.READ, Verb.LOAD, Verb.GATHER)}
-            kept[at : again + 1] = [other for other in kept[at + 1 : again + 1] if other not in refetch]
-    return kept
+class Buffer(StrEnum):
+    """Memory that the plan holds beyond the states at rest."""
+
+    READ_WEIGHTS = "read weights"
+    READ_GRADS = "read gradients"
+    READ_STATES = "read states"
+    LOADED_WEIGHTS = "loaded weights"
+    LOADED_GRADS = "loaded gradients"
+    AHEAD = "weights ahead of their use"  # a part of the next one, or of whole weights: never added to a tier
+    GATHERED = "gathered weights"
+    GRAD_FLATS = "gradient flats"
+    WHOLE_GRADS = "whole gradients"
+    SCRATCH = "reduce scratch"
+    OWNED_GRADS = "owned gradients"
+    STORED_GRADS = "stored gradients"
+    NEW_WEIGHTS = "new weights"
 
 
-def _next_gather(steps: Sequence[Step], at: int) -> int | None:
-    wanted = Step(Verb.GATHER, Kind.PARAM, steps[at].unit)
-    return next((later for later in range(at + 1, len(steps)) if steps[later] == wanted), None)
+class _Life(NamedTuple):
+    """A buffer's tier, the step that opens it, the steps of which the first closes it, and its size."""
 
-
-def _worth_keeping(
-    steps: Sequence[Step], at: int, again: int, sizes: Mapping[str, UnitBytes], live_bytes: int, reuse_bytes: int
-) -> bool:
-    between = [step for step in steps[at + 1 : again] if step.verb is Verb.GATHER]
-    if sum(sizes[step.unit].weights for step in between) > reuse_bytes:
-        return False
-    live = _held(steps, _FETCHES[Verb.GATHER, Kind.PARAM], sizes)
-    extra = sizes[steps[at].unit].weights
-    return not between or all(held + extra <= live_bytes for held in live[at + 1 : again])
-
-
-class _Buffer(NamedTuple):
-    """Memory that one step of a unit opens and a later one closes; `size` is a field of UnitBytes."""
-
-    name: str
-    tier: Tier
+    tier: Tier | None
     opens: tuple[Verb, Kind]
     closes: tuple[tuple[Verb, Kind], ...]
-    size: str
+    nbytes: Callable[[UnitBytes], int]
     when: Callable[[Placement], bool] = lambda _: True
 
-    def nbytes(self, size: UnitBytes) -> int:
-        nbytes: int = getattr(size, self.size)
-        return nbytes
 
-
-# Everything that a plan holds beyond the states at rest. A buffer is closed by the first closing step that comes.
-_BUFFERS = (
-    _Buffer("read weights", Tier.HOST, (Verb.READ, Kind.PARAM), ((Verb.LOAD, Kind.PARAM),), "weight_shard"),
-    _Buffer("loaded weights", Tier.DEVICE, (Verb.LOAD, Kind.PARAM), ((Verb.GATHER, Kind.PARAM),), "weight_shard"),
-    _Buffer(
-        "gathered weights",
+_UPDATED = (Verb.UPDATE, Kind.OPTIM)
+_LIVES: Mapping[Buffer, _Life] = {
+    Buffer.READ_WEIGHTS: _Life(Tier.HOST, (Verb.READ, Kind.PARAM), ((Verb.LOAD, Kind.PARAM),), lambda size: size.weight_shard),
+    Buffer.READ_GRADS: _Life(
+        Tier.HOST, (Verb.READ, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard
+    ),
+    Buffer.READ_STATES: _Life(Tier.HOST, (Verb.READ, Kind.OPTIM), ((Verb.WRITE, Kind.OPTIM),), lambda size: size.state_shard),
+    Buffer.LOADED_WEIGHTS: _Life(
+        Tier.DEVICE,
+        (Verb.LOAD, Kind.PARAM),
+        ((Verb.GATHER, Kind.PARAM),),
+        lambda size: size.weight_shard,
+        when=lambda place: place.param.tier is not Tier.DEVICE,  # else they are loaded to where they rest
+    ),
+    Buffer.LOADED_GRADS: _Life(Tier.DEVICE, (Verb.LOAD, Kind.GRAD), (_UPDATED,), lambda size: size.grad_shard),
+    Buffer.AHEAD: _Life(
+        None, (Verb.GATHER, Kind.PARAM), ((Verb.USE, Kind.PARAM), (Verb.USE, Kind.GRAD)), lambda size: size.weights
+    ),
+    Buffer.GATHERED: _Life(
         Tier.DEVICE,
         (Verb.GATHER, Kind.PARAM),
         ((Verb.RELEASE, Kind.PARAM),),
-        "weights",
-        when=lambda placement: placement.param.split,  # whole weights rest on the device: not the plan's to hold
+        lambda size: size.weights,
+        when=lambda place: place.param.split,  # whole weights rest on the device: not the plan's to hold
     ),
-    _Buffer(
-        "gradient flats",
+    Buffer.GRAD_FLATS: _Life(
         Tier.DEVICE,
         (Verb.COLLECT, Kind.GRAD),
         ((Verb.REDUCE, Kind.GRAD),),
-        "grads",
-        when=lambda placement: placement.grad.split,
+        lambda size: size.grads,
+        when=lambda place: place.grad.split,
     ),
-    _Buffer(
-        "whole gradients",
+    Buffer.WHOLE_GRADS: _Life(
         Tier.DEVICE,
         (Verb.COLLECT, Kind.GRAD),
-        ((Verb.UPDATE, Kind.OPTIM),),
-        "grads",
-        when=lambda placement: not placement.grad.split,
+        (_UPDATED,),
+        lambda size: size.grads,
+        when=lambda place: not place.grad.split,
     ),
-    _Buffer("reduce scratch", Tier.DEVICE, (Verb.REDUCE, Kind.GRAD), ((Verb.REDUCE, Kind.GRAD),), "reduce_scratch"),
-    _Buffer(
-        "owned gradients",
+    Buffer.SCRATCH: _Life(Tier.DEVICE, (Verb.REDUCE, Kind.GRAD), ((Verb.REDUCE, Kind.GRAD),), lambda size: size.reduce_scratch),
+    Buffer.OWNED_GRADS: _Life(
         Tier.DEVICE,
         (Verb.REDUCE, Kind.GRAD),
-        ((Verb.STORE, Kind.GRAD), (Verb.UPDATE, Kind.OPTIM)),
-        "grad_shard",
-        when=lambda placement: placement.grad.split,
+        ((Verb.STORE, Kind.GRAD), _UPDATED),
+        lambda size: size.grad_shard,
+        when=lambda place: place.grad.split,
     ),
-    _Buffer(
-        "stored gradients",
+    Buffer.STORED_GRADS: _Life(
+        Tier.HOST, (Verb.STORE, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard
+    ),
+    Buffer.NEW_WEIGHTS: _Life(
         Tier.HOST,
-        (Verb.STORE, Kind.GRAD),
-        ((Verb.WRITE, Kind.GRAD), (Verb.UPDATE, Kind.OPTIM)),
-        "grad_shard",
+        _UPDATED,
+        ((Verb.WRITE, Kind.PARAM),),
+        lambda size: size.weight_shard,
+        when=lambda place: place.param.tier is Tier.DISK,
     ),
-    _Buffer("read gradients", Tier.HOST, (Verb.READ, Kind.GRAD), ((Verb.UPDATE, Kind.OPTIM),), "grad_shard"),
-    _Buffer("read states", Tier.HOST, (Verb.READ, Kind.OPTIM), ((Verb.WRITE, Kind.OPTIM),), "state_shard"),
-)
-_FETCHES = {buffer.opens: buffer for buffer in _BUFFERS if buffer.opens[0] in (Verb.READ, Verb.LOAD, Verb.GATHER)}
-_OPENED_BY = {step: [buffer for buffer in _BUFFERS if buffer.opens == step] for step in {b.opens for b in _BUFFERS}}
-_CLOSED_BY = {step: [buffer for buffer in _BUFFERS if step in buffer.closes] for step in {c for b in _BUFFERS for c in b.closes}}
+}
+_OPENED_BY: dict[tuple[Verb, Kind], list[Buffer]] = {}
+_CLOSED_BY: dict[tuple[Verb, Kind], list[Buffer]] = {}
+for _buffer, _life in _LIVES.items():
+    _OPENED_BY.setdefault(_life.opens, []).append(_buffer)
+    for _step in _life.closes:
+        _CLOSED_BY.setdefault(_step, []).append(_buffer)
 
 
-def hoist(steps: Sequence[Step], verb: Verb, kind: Kind, *, sizes: Mapping[str, UnitBytes], budget_bytes: int) -> list[Step]:
-    """Move each step of one verb and kind as early as the bytes it would hold meanwhile allow.
+# Gradients wait for the update where they rest; everything else that a plan holds is on its way.
+_RESTING_ON = {Buffer.OWNED_GRADS: Tier.DEVICE, Buffer.WHOLE_GRADS: Tier.DEVICE, Buffer.STORED_GRADS: Tier.HOST}
 
-    Never past a step of its own unit, never past another of its own lane, and never so that what these steps hold
-    exceeds the budget where it did not before.
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most that a plan holds at once beyond weights and states at rest: on each tier, on each tier without the
+    gradients that rest there, and in each kind of buffer."""
+
+    tiers: Mapping[Tier, int]
+    passing: Mapping[Tier, int]
+    buffers: Mapping[Buffer, int]
+
+
+def simulate(steps: Iterable[Step], placements: Placements, sizes: Sizes) -> Peaks:
+    """Walk a step's passes, one behind the other, and count what they hold. A step opens before it closes."""
+    opened: dict[tuple[Buffer, str], int] = {}
+    held: Counter[tuple[str, str]] = Counter()
+    peaks: Counter[tuple[str, str]] = Counter()
+
+    def change(buffer: Buffer, unit: str, nbytes: int) -> None:
+        tier = _LIVES[buffer].tier
+        accounts = [("buffer", buffer.value)]
+        if tier:
+            accounts.append(("tier", tier.value))
+            if _RESTING_ON.get(buffer) is not placements[unit].grad.tier:
+                accounts.append(("passing", tier.value))
+        for account in accounts:
+            held[account] += nbytes
+            peaks[account] = max(peaks[account], held[account])
+
+    for verb, kind, unit in steps:
+        for buffer in _OPENED_BY.get((verb, kind), ()):
+            if (buffer, unit) not in opened and _LIVES[buffer].when(placements[unit]):
+                opened[buffer, unit] = _LIVES[buffer].nbytes(sizes[unit])
+                change(buffer, unit, opened[buffer, unit])
+        for buffer in _CLOSED_BY.get((verb, kind), ()):
+            if (buffer, unit) in opened:
+                change(buffer, unit, -opened.pop((buffer, unit)))
+    return Peaks(
+        tiers={tier: peaks["tier", tier.value] for tier in Tier},
+        passing={tier: peaks["passing", tier.value] for tier in Tier},
+        buffers={buffer: peaks["buffer", buffer.value] for buffer in Buffer},
+    )
+
+
+# --- moving steps -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that fetching early may hold, for each kind of buffer, and gathered weights in all.
+
+    `ahead_bytes` counts weights from their gather to their use, so with the sizes of two units the second is gathered
+    before the first is used. A released unit is kept instead if no more than `reuse_bytes` are gathered before its next
+    use.
     """
-    buffer = _FETCHES[verb, kind]
+
+    ahead_bytes: int = 0
+    live_bytes: int = 0
+    load_bytes: int = 0
+    read_weight_bytes: int = 0
+    read_state_bytes: int = 0
+    reuse_bytes: int = 0
+
+    def of(self, buffer: Buffer) -> int:
+        return {
+            Buffer.AHEAD: self.ahead_bytes,
+            Buffer.GATHERED: self.live_bytes,
+            Buffer.LOADED_WEIGHTS: self.load_bytes,
+            Buffer.LOADED_GRADS: self.load_bytes,
+            Buffer.READ_WEIGHTS: self.read_weight_bytes,
+            Buffer.READ_GRADS: self.read_state_bytes,
+            Buffer.READ_STATES: self.read_state_bytes,
+        }[buffer]
+
+
+def hoist(steps: Sequence[Step], verb: Verb, placements: Placements, sizes: Sizes, budgets: Budgets) -> list[Step]:
+    """Move each step of one fetching verb as early as the bytes it would hold meanwhile allow.
+
+    Never past a step of its own unit, never past another of its own lane, and never so that a buffer exceeds its
+    budget where it did not before.
+    """
     moved = list(steps)
-    held = _held(moved, buffer, sizes)
+    lane = [buffer for buffer, life in _LIVES.items() if life.opens[0] is verb]
+    held = {buffer: _held(moved, buffer, placements, sizes) for buffer in lane}
     for at, step in enumerate(moved):
-        if (step.verb, step.kind) != buffer.opens:
+        if step.verb is not verb:
             continue
-        need = buffer.nbytes(sizes[step.unit])
+        needs = {
+            buffer: _LIVES[buffer].nbytes(sizes[step.unit])
+            for buffer in lane
+            if _LIVES[buffer].opens == (step.verb, step.kind) and _LIVES[buffer].when(placements[step.unit])
+        }
+        rooms = [(held[buffer], budgets.of(buffer) - need) for buffer, need in needs.items()]
         to = at
-        while to > 0 and _may_pass(step, moved[to - 1]):
-            # held[i] is what is open after step i: the passed step would both begin and end with one buffer more.
-            before = held[to - 2] if to > 1 else 0
-            if max(before, held[to - 1]) + need > budget_bytes:
-                break
+        while to > 0 and _may_pass(step, moved[to - 1]) and _has_room(rooms, to):
             to -= 1
         if to < at:
             moved.insert(to, moved.pop(at))
-            before = held[to - 1] if to else 0
-            held[to : at + 1] = [before + need, *(passed + need for passed in held[to:at])]
+            for buffer in lane:
+                _shift(held[buffer], to, at, needs.get(buffer, 0))
     return moved
 
 
@@ -320,45 +455,69 @@ def _may_pass(step: Step, earlier: Step) -> bool:
     return step.unit != earlier.unit and step.verb is not earlier.verb
 
 
-def _held(steps: Sequence[Step], buffer: _Buffer, sizes: Mapping[str, UnitBytes]) -> list[int]:
+def _has_room(rooms: Sequence[tuple[list[int], int]], to: int) -> bool:
+    """Whether the step before `to` may begin and end with one buffer more; a room is what is held and may be held."""
+    return all(held[to - 1] <= most and (to < 2 or held[to - 2] <= most) for held, most in rooms)
+
+
+def _shift(held: list[int], to: int, at: int, need: int) -> None:
+    """Account for a step that moved: `held[i]` is what is open after step i."""
+    before = held[to - 1] if to else 0
+    held[to : at + 1] = [before + need, *(passed + need for passed in held[to:at])]
+
+
+def _held(steps: Sequence[Step], buffer: Buffer, placements: Placements, sizes: Sizes) -> list[int]:
     """Bytes that one kind of buffer has open after each step."""
+    life = _LIVES[buffer]
     open_units: dict[str, int] = {}
     total = 0
     held: list[int] = []
     for verb, kind, unit in steps:
-        if (verb, kind) == buffer.opens and unit not in open_units:
-            open_units[unit] = buffer.nbytes(sizes[unit])
+        if (verb, kind) == life.opens and unit not in open_units and life.when(placements[unit]):
+            open_units[unit] = life.nbytes(sizes[unit])
             total += open_units[unit]
-        elif (verb, kind) in buffer.closes:
+        elif (verb, kind) in life.closes:
             total -= open_units.pop(unit, 0)
         held.append(total)
     return held
 
 
-@dataclass(frozen=True)
-class Peaks:
-    """The most that a plan holds at once beyond the states at rest: on each tier, and in each kind of buffer."""
+def keep(steps: Sequence[Step], placements: Placements, sizes: Sizes, budgets: Budgets) -> list[Step]:
+    """Drop a release and the fetch that undoes it where the unit is soon used again and there is room to hold it."""
+    live = _held(steps, Buffer.GATHERED, placements, sizes)
+    dropped = [False] * len(steps)
+    # The last release first: what was gathered between it and its own fetch no longer stands between those before it.
+    for release, gather in sorted(_pairs(steps), reverse=True):
+        unit = steps[release].unit
+        gathers = distance = 0
+        for at in range(release + 1, gather):
+            if steps[at].verb is Verb.GATHER and not dropped[at]:
+                gathers += 1
+                distance += sizes[steps[at].unit].weights
+            if distance > budgets.reuse_bytes:
+                break
+        extra = sizes[unit].weights
+        # With nothing gathered between, holding the unit costs no more than its use did.
+        fits = not gathers or all(held + extra <= budgets.live_bytes for held in live[release:gather])
+        if distance > budgets.reuse_bytes or not fits:
+            continue
+        live[release:gather] = [held + extra for held in live[release:gather]]
+        dropped[release] = True
+        for at in range(release + 1, gather + 1):
+            verb, kind, other = steps[at]
+            dropped[at] |= other == unit and kind is Kind.PARAM and verb in (Verb.READ, Verb.LOAD, Verb.GATHER)
+    return [step for step, gone in zip(steps, dropped, strict=True) if not gone]
 
-    tiers: Mapping[Tier, int]
-    buffers: Mapping[str, int]
 
-
-def simulate(steps: Iterable[Step], placements: Mapping[str, Placement], sizes: Mapping[str, UnitBytes]) -> Peaks:
-    """Walk the plan and count what it holds. A step opens its buffers before it closes others."""
-    opened: dict[tuple[str, str], int] = {}
-    tiers = dict.fromkeys(Tier, 0)
-    buffers = dict.fromkeys((buffer.name for buffer in _BUFFERS), 0)
-    tier_peaks, buffer_peaks = dict(tiers), dict(buffers)
-    for verb, kind, unit in steps:
-        for buffer in _OPENED_BY.get((verb, kind), ()):
-            if (buffer.name, unit) not in opened and buffer.when(placements[unit]):
-                nbytes = opened[buffer.name, unit] = buffer.nbytes(sizes[unit])
-                tiers[buffer.tier] += nbytes
-                buffers[buffer.name] += nbytes
-                tier_peaks[buffer.tier] = max(tier_peaks[buffer.tier], tiers[buffer.tier])
-                buffer_peaks[buffer.name] = max(buffer_peaks[buffer.name], buffers[buffer.name])
-        for buffer in _CLOSED_BY.get((verb, kind), ()):
-            nbytes = opened.pop((buffer.name, unit), 0)
-            tiers[buffer.tier] -= nbytes
-            buffers[buffer.name] -= nbytes
-    return Peaks(tier_peaks, buffer_peaks)
+def _pairs(steps: Sequence[Step]) -> list[tuple[int, int]]:
+    """Each release with the gather that undoes it, unless an update of the unit makes a fresh gather due."""
+    released: dict[str, int] = {}
+    pairs: list[tuple[int, int]] = []
+    for at, (verb, _, unit) in enumerate(steps):
+        if verb is Verb.RELEASE:
+            released[unit] = at
+        elif verb is Verb.UPDATE:
+            released.pop(unit, None)
+        elif verb is Verb.GATHER and unit in released:
+            pairs.append((released.pop(unit), at))
+    return pairs

@@ -9,7 +9,7 @@ from naught.errors import UsageError
 
 __all__ = ["parse_bytes", "parse_count", "show_bytes", "show_count", "show_seconds"]
 
-_BYTES = {"": 1, "B": 1}
+_BYTES = {"B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _BYTES |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -17,7 +17,9 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z
 
 
 def parse_bytes(text: str, *, what: str = "size") -> int:
-    """Bytes from 80GB (decimal), 80GiB (binary) or a bare number."""
+    """Bytes from 80GB (decimal) or 80GiB (binary). Only 0 needs no unit: nobody means 80 bytes."""
+    if text.strip() == "0":
+        return 0
     return _parse(text, _BYTES, what, "80GB, 1.5TB or 125GiB")
 
 

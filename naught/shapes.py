@@ -264,7 +264,7 @@ class _Family(NamedTuple):
     """How a Hugging Face model type differs: fixed traits, and which config keys carry which of ours."""
 
     traits: Mapping[str, Any]
-    keys: Mapping[str, str]  # ours -> theirs
+    keys: Mapping[str, str]  # ours -> theirs, old and new names parted by |
     tied: bool
     offset: int = 0  # rows that the position table has beyond the config's number
 
@@ -279,6 +279,7 @@ _MODERN = {
     "vocab": "vocab_size",
 }
 _OLD = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "vocab": "vocab_size"}
+_BLOOM = {"layers": "n_layer", "hidden": "hidden_size|n_embed", "heads": "n_head|num_attention_heads", "vocab": "vocab_size"}
 _BIASED = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "norm_bias": True}
 _GATED = {"gated": True}
 _FAMILIES: Mapping[str, _Family] = MappingProxyType(
@@ -287,7 +288,7 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
         "gptj": _Family({"mlp_bias": True, "norm_bias": True, "norms": 1, "head_bias": True}, _OLD, tied=False),
         "gpt_neox": _Family(_BIASED, _MODERN, tied=False),
         "opt": _Family(_BIASED, _MODERN | {"ffn": "ffn_dim", "positions": "max_position_embeddings"}, tied=True, offset=2),
-        "bloom": _Family(_BIASED | {"embedding_norm": True}, _OLD | {"hidden": "hidden_size"}, tied=True),
+        "bloom": _Family(_BIASED | {"embedding_norm": True}, _BLOOM, tied=True),
         "llama": _Family(
             _GATED, _MODERN | {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}, tied=False
         ),
@@ -328,10 +329,10 @@ def transformer_from_hf(config: Mapping[str, Any]) -> Transformer:
         )
     given: dict[str, Any] = dict(family.traits)
     for ours, theirs in family.keys.items():
-        value = config.get(theirs)
+        value = next((config[name] for name in theirs.split("|") if config.get(name) is not None), None)
         if value is None:
             if ours in _REQUIRED:
-                raise ModelError(f"the configuration does not say {theirs}")
+                raise ModelError(f"the configuration does not say {theirs.replace('|', ' or ')}")
             continue
         wanted = bool if ours.endswith("_bias") else int
         if type(value) is not wanted or (wanted is int and not 0 < value < 2**40):
@@ -339,5 +340,14 @@ def transformer_from_hf(config: Mapping[str, Any]) -> Transformer:
         given[ours] = value
     if "positions" in given:
         given["positions"] += family.offset
-    tied = config.get("tie_word_embeddings", family.tied)
-    return Transformer(**given, tied=family.tied if tied is None else bool(tied))
+    tied = config.get("tie_word_embeddings")
+    if tied is not None and type(tied) is not bool:
+        raise ModelError(f"tie_word_embeddings must be a boolean, is {tied!r:.80}")
+    shape = Transformer(**given, tied=family.tied if tied is None else tied)
+    if (not shape.head_dim and shape.hidden % shape.heads) or shape.heads % (shape.kv_heads or shape.heads):
+        raise ModelError(
+            f"hidden size {shape.hidden}, {shape.heads} heads and {shape.kv_heads or shape.heads} key-value heads do not divide"
+        )
+    if config.get("word_embed_proj_dim", shape.hidden) != shape.hidden:
+        raise ModelError("word_embed_proj_dim is not hidden_size", fix="build the module on meta and call naught.plan_for")
+    return shape

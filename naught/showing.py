@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from naught.advice import Advice
@@ -10,7 +11,7 @@ from naught.placement import Tier
 from naught.quantity import show_bytes, show_count, show_seconds
 from naught.text import table
 
-__all__ = ["MEMORY_HEADER", "TIME_HEADER", "as_data", "memory_rows", "show", "time_rows", "verdict"]
+__all__ = ["MEMORY_HEADER", "TIME_HEADER", "as_data", "forecast_data", "memory_rows", "show", "span", "time_rows", "verdict"]
 
 MEMORY_HEADER = ("placement", "tier", *(category.value for category in Category), "total", "of", "fits")
 TIME_HEADER = (
@@ -29,13 +30,15 @@ TIME_HEADER = (
 
 def show(advice: Advice) -> str:
     """Both tables and the recommendation, as plain text."""
-    return "\n\n".join([table(MEMORY_HEADER, memory_rows(advice)), table(TIME_HEADER, time_rows(advice)), verdict(advice)])
+    return "\n\n".join(
+        [table(MEMORY_HEADER, memory_rows(advice.forecasts)), table(TIME_HEADER, time_rows(advice)), verdict(advice)]
+    )
 
 
-def memory_rows(advice: Advice) -> list[tuple[str, ...]]:
+def memory_rows(forecasts: Sequence[Forecast]) -> list[tuple[str, ...]]:
     """A line for each tier that a placement uses."""
     rows = []
-    for row in advice.forecasts:
+    for row in forecasts:
         used = [tier for tier in Tier if row.total(tier) or tier is Tier.DEVICE]
         for tier in used:
             cells = (show_bytes(row.memory[tier][category]) if row.memory[tier][category] else "-" for category in Category)
@@ -70,8 +73,12 @@ def verdict(advice: Advice) -> str:
         holds = f"the largest model that some placement holds here is {show_count(most)}" if most else "no model fits here"
         return f"nothing fits: {holds}; use more ranks, or give more host memory or disk"
     needs = _needs(best)
-    times = f"{show_seconds(best.times.overlapped)} to {show_seconds(best.times.serial)} a step"
-    return f"recommended: {best.name}" + (f" ({needs})" if needs else "") + f", {times}"
+    return f"recommended: {best.name}" + (f" ({needs})" if needs else "") + f", {span(best)} a step"
+
+
+def span(row: Forecast) -> str:
+    """The bounds of a step's time."""
+    return f"{show_seconds(row.times.overlapped)} to {show_seconds(row.times.serial)}"
 
 
 def _needs(row: Forecast) -> str:
@@ -87,7 +94,7 @@ def as_data(advice: Advice) -> dict[str, Any]:
     """Everything the tables say, in bytes and seconds."""
     return {
         "recommended": advice.best.name if advice.best else None,
-        "placements": [_forecast_data(row) | {"largest_numel": advice.largest[row.name]} for row in advice.forecasts],
+        "placements": [forecast_data(row) | {"largest_numel": advice.largest[row.name]} for row in advice.forecasts],
         "pooled": [
             {
                 "unit": run.name,
@@ -100,7 +107,7 @@ def as_data(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _forecast_data(row: Forecast) -> dict[str, Any]:
+def forecast_data(row: Forecast) -> dict[str, Any]:
     return {
         "name": row.name,
         "fits": row.fits,

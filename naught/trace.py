@@ -1,22 +1,25 @@
-"""Trace: the activations of any module, measured on fake tensors. Nothing is computed and no memory is taken.
+"""Trace: the activations and the arithmetic of any module, measured on fake tensors. Nothing is computed and no memory
+is taken.
 
-Of a row of like blocks two are run and the rest are taken to be like the second, so a model of a hundred layers
-costs no more than one of two.
+In a row of like blocks two calls are run; a further call with inputs of the same shapes is taken to be like the last,
+so a model of a hundred layers costs no more than one of two.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from naught.errors import ModelError
 from naught.estimate import ActivationBytes
@@ -33,7 +36,7 @@ def describe(module: nn.Module) -> Node:
         own = [
             Param(
                 f"{name}.{short}".removeprefix("."),
-                tuple(param.shape),
+                _shape(param, f"{name}.{short}".removeprefix(".")),
                 str(param.dtype).removeprefix("torch."),
                 param.requires_grad,
                 keys.setdefault(id(param), len(keys)),
@@ -46,6 +49,12 @@ def describe(module: nn.Module) -> Node:
     return visit(module, "")
 
 
+def _shape(param: nn.Parameter, name: str) -> tuple[int, ...]:
+    if is_lazy(param):
+        raise ModelError(f'parameter "{name}" has no shape yet', fix="call the lazy module once with real inputs first")
+    return tuple(param.shape)
+
+
 def trace_activations(
     module: nn.Module,
     args: Sequence[Any],
@@ -56,11 +65,13 @@ def trace_activations(
 ) -> ActivationBytes:
     """What autograd keeps between forward and backward of one micro-batch, with and without block checkpoints.
 
-    `floats` traces the module as if its weights and floating inputs had this type.
+    Only what the forward does is seen: a loss that is computed outside of it is not. `floats` traces the module as if
+    its weights and floating inputs had this type.
     """
     rows = _rows(module, find_units(describe(module), rules))
     ledger = _Ledger()
     with ExitStack() as stack:
+        stack.enter_context(_quiet())
         for row in rows:
             stack.enter_context(_cut_short(module, row, ledger))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -69,53 +80,99 @@ def trace_activations(
         inputs, options = tree_map(fake, (tuple(args), dict(kwargs)))
         ledger.known = {_storage(tensor) for tensor in fakes.values()}
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda kept: kept))
+        stack.enter_context(ledger.counter)
         try:
-            output = torch.func.functional_call(module, fakes, inputs, options)
+            torch.func.functional_call(module, fakes, inputs, options)
         except Exception as error:
+            said = str(error).strip().splitlines()[:1] or [""]
             raise ModelError(
-                f"the module cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}",
+                f"the module cannot be traced: {type(error).__name__}: {said[0][:300]}",
                 fix="its forward must run on these inputs without looking at values; or plan by shape, such as gpt:layers=...",
             ) from error
-        del output
-    return ledger.sum(rows)
+    return ledger.sum()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While open, torch does not log the failures that are raised anyway."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.utils.flop_counter")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _rows(module: nn.Module, units: Sequence[UnitSpec]) -> list[list[str]]:
-    """Names of like blocks that follow each other: the same class and the same parameters."""
+    """Names of like blocks in one list: the same class and the same parameters."""
     modules = dict(module.named_modules())
 
     def likeness(unit: UnitSpec) -> tuple[Any, ...]:
         inner = modules[unit.name]
         return (type(inner), unit.name.rpartition(".")[0], tuple((param.shape, param.dtype) for param in unit.params))
 
-    named = [unit for unit in units if unit.name]
-    rows = [[unit.name for unit in row] for _, row in groupby(named, key=likeness)]
-    return [row for row in rows if len(row) > 1]
+    rows: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for unit in units:
+        if unit.name:
+            rows[likeness(unit)].append(unit.name)
+    return [row for row in rows.values() if len(row) > 1]
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Two products over all pairs of positions; torch's counter does not know the CPU's kernel."""
+    batch, heads, targets, width = query
+    return 2 * batch * heads * targets * key[2] * (width + value[3])
+
+
+_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
+@dataclass
+class _Call:
+    """What one call of a block saved, was given and computed."""
+
+    saved: int = 0
+    inputs: int = 0
+    flops: int = 0
 
 
 @dataclass
 class _Ledger:
-    """Bytes that autograd saved, by the block in which it did; each storage once."""
+    """What autograd saved and the operators computed, by call; each storage once."""
 
-    here: str = ""
+    outside: _Call = field(default_factory=_Call)
+    calls: list[_Call] = field(default_factory=list)
+    current: _Call | None = None
+    counter: FlopCounterMode = field(default_factory=lambda: FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION))
     known: set[int] = field(default_factory=set)
     entered: set[int] = field(default_factory=set)
-    saved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    inputs: dict[str, int] = field(default_factory=dict)
     alive: list[Any] = field(default_factory=list)  # keeps storages from being freed and their addresses reused
 
     def pack(self, tensor: Tensor) -> Tensor:
         if self._first_time(tensor, self.known):
-            self.saved[self.here] += tensor.untyped_storage().nbytes()
+            (self.current or self.outside).saved += tensor.untyped_storage().nbytes()
         return tensor
 
-    def enter(self, name: str, values: Any) -> None:
-        """A block's inputs are its checkpoint; what all blocks share (a mask, say) is not counted again."""
-        self.inputs[name] = sum(
+    @contextmanager
+    def call(self, values: Any) -> Iterator[_Call]:
+        """One call of a block. Its inputs are its checkpoint; what all blocks share (a mask, say) counts once."""
+        call = _Call()
+        call.inputs = sum(
             leaf.untyped_storage().nbytes()
             for leaf in tree_leaves(values)
             if isinstance(leaf, Tensor) and self._first_time(leaf, self.entered)
         )
+        before = self.counter.get_total_flops()
+        self.current = call
+        try:
+            yield call
+        finally:
+            self.current = None
+        call.flops = self.counter.get_total_flops() - before
+        self.calls.append(call)
 
     def _first_time(self, tensor: Tensor, seen: set[int]) -> bool:
         self.alive.append(tensor)
@@ -124,43 +181,45 @@ class _Ledger:
         seen.add(storage)
         return fresh
 
-    def sum(self, rows: Sequence[Sequence[str]]) -> ActivationBytes:
-        outside = self.saved[""]
-        blocks = checkpoints = largest = 0
-        for first, second, *others in rows:
-            like_second = 1 + len(others)
-            blocks += self.saved[first] + self.saved[second] * like_second
-            checkpoints += self.inputs.get(first, 0) + self.inputs.get(second, 0) * like_second
-            largest = max(largest, self.saved[first], self.saved[second])
-        return ActivationBytes(outside + blocks, outside + largest, checkpoints, "traced on fake tensors")
+    def sum(self) -> ActivationBytes:
+        # A repeated call stands in the list a second time, as the same object.
+        real = {id(call): call for call in self.calls}
+        outside_flops = self.counter.get_total_flops() - sum(call.flops for call in real.values())
+        return ActivationBytes(
+            full=self.outside.saved + sum(call.saved for call in self.calls),
+            working=self.outside.saved + max((call.saved for call in self.calls), default=0),
+            checkpoints=sum(call.inputs for call in self.calls),
+            source="a trace on fake tensors",
+            forward_flops=outside_flops + sum(call.flops for call in self.calls),
+        )
 
 
 @contextmanager
 def _cut_short(module: nn.Module, row: Sequence[str], ledger: _Ledger) -> Iterator[None]:
-    """While open, the blocks of a row from the third on return what the second returned."""
+    """While open, a call of a row's block that is like the last two returns what the last one returned."""
     blocks = [module.get_submodule(name) for name in row]
     originals = [block.__dict__.get("forward") for block in blocks]
-    returned: list[Any] = []
+    seen: dict[Any, list[tuple[_Call, Any]]] = {}
 
-    def real(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            ledger.enter(name, (args, kwargs))
-            outer, ledger.here = ledger.here, name
-            try:
+            if ledger.current is not None:  # a block within a block is part of the outer one
+                return forward(*args, **kwargs)
+            before = seen.setdefault(_likeness((args, kwargs)), [])
+            if len(before) >= 2:
+                call, result = before[-1]
+                ledger.calls.append(call)
+                return result
+            with ledger.call((args, kwargs)) as call:
                 result = forward(*args, **kwargs)
-            finally:
-                ledger.here = outer
-            returned[:] = [result]
+            before.append((call, result))
             return result
 
         return run
 
-    def repeated(*_: Any, **__: Any) -> Any:
-        return returned[0]
-
     try:
-        for at, (name, block) in enumerate(zip(row, blocks, strict=True)):
-            block.forward = real(name, block.forward) if at < 2 else repeated
+        for block in blocks:
+            block.forward = wrap(block.forward)
         yield
     finally:
         for block, original in zip(blocks, originals, strict=True):
@@ -168,6 +227,14 @@ def _cut_short(module: nn.Module, row: Sequence[str], ledger: _Ledger) -> Iterat
                 del block.forward
             else:
                 block.forward = original
+
+
+def _likeness(values: Any) -> tuple[Any, ...]:
+    """Two calls are alike if their tensors have the same shapes, types and need of gradients."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in tree_leaves(values)
+    )
 
 
 class _Faker:

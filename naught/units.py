@@ -15,6 +15,9 @@ __all__ = ["Node", "Param", "SegmentKey", "UnitRules", "UnitSpec", "find_units",
 # a part of it: two small norms beside the blocks are none.
 _BLOCK_SHARE = 1 / 4
 _GROUP_SHARE = 1 / 16
+# A module is a stack if one list of blocks holds at least this share of it.
+_STACK_SHARE = 1 / 2
+_LISTS = ("ModuleList", "Sequential")
 # A single layer outside the blocks (an embedding, a head) is a unit of its own from this share of a block.
 _LAYER_SHARE = 1 / 8
 
@@ -104,13 +107,14 @@ def find_units(root: Node, rules: UnitRules | None = None) -> tuple[UnitSpec, ..
 
 
 def _blocks(root: Node, rules: UnitRules) -> set[str]:
-    """The outermost modules that a rule names or that stand in a row of like siblings."""
+    """The modules that a rule names, and the outermost ones that stand in a row of like siblings around none of those."""
     found: set[str] = set()
 
     def visit(node: Node) -> None:
         row = _row(node) if rules.automatic else ()
         for child in node.children:
-            if rules.match(child) or any(child is block for block in row):
+            named_within = any(rules.match(inner) for inner in child.walk() if inner is not child)
+            if rules.match(child) or (not named_within and any(child is block for block in row)):
                 found.add(child.name)
             else:
                 visit(child)
@@ -120,7 +124,7 @@ def _blocks(root: Node, rules: UnitRules) -> set[str]:
 
 
 def _row(node: Node) -> tuple[Node, ...]:
-    """The children that have siblings of their class and make up much of a module, unless a longer row lies inside."""
+    """The children that have siblings of their class and make up much of a module."""
     kinds: dict[str, list[Node]] = defaultdict(list)
     for child in node.children:
         kinds[child.kind].append(child)
@@ -133,12 +137,18 @@ def _row(node: Node) -> tuple[Node, ...]:
     row = tuple(child for group in groups for child in group)
     if not row or sum(child.numel() for child in row) < _BLOCK_SHARE * whole:
         return ()
-    # Two stacks of twelve layers are twenty-four blocks, but a block with eight experts stays one block.
-    return () if max(_longest_row(child) for child in row) > len(row) else row
+    return () if any(_is_stack(child, siblings=len(row)) for child in row) else row
 
 
-def _longest_row(node: Node) -> int:
-    return max((len(_row(inner)) for inner in node.walk() if inner.children), default=0)
+def _is_stack(node: Node, *, siblings: int) -> bool:
+    """Whether a module is mostly a list of blocks, as an encoder is. Two encoders of twelve layers are twenty-four
+    blocks, but a block with eight experts is one: experts are made of layers, blocks mostly of modules."""
+    lists = [child for child in node.children if child.kind in _LISTS and len(child.children) > 1]
+    heaviest = max(lists, key=Node.numel, default=None)
+    if heaviest is None or heaviest.numel() < _STACK_SHARE * node.numel():
+        return False
+    composite = all(any(inner.children for inner in block.children) for block in heaviest.children)
+    return composite or siblings <= 2 < len(heaviest.children)
 
 
 def _layers(root: Node, blocks: set[str], rules: UnitRules) -> set[str]:
@@ -173,7 +183,7 @@ def _home(uses: list[str], homes: set[str]) -> str:
     raise AssertionError("the root is always a unit")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class SegmentKey:
     """What the parameters of one flat must share."""
 

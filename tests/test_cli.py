@@ -125,7 +125,59 @@ def test_plan_takes_batch_precision_and_placement_from_a_configuration(run, tmp_
     code, out, _ = run("plan", "gpt2", *BOX, "--config", str(path))
     assert code == 0
     assert "micro-batch 4 x 1024 tokens, accumulation 2, fp16, lion" in out
-    assert "the configuration asks for stage2-offload, which fits" in out
+    assert "as the configuration says" in out
+    assert "the configuration fits" in out
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "value"),
+    [
+        ({"fp16": {"enabled": "auto"}}, ("job", "dtype"), "fp16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, ("job", "dtype"), "bf16"),
+        ({}, ("job", "dtype"), "fp32"),
+        ({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, ("job", "optimizer"), "sgd-momentum"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, ("configuration", "checkpointing"), "host"),
+        ({"zero_optimization": {"stage": 3}, "naught": {"tiles": 4}}, ("configuration", "tiles"), 4),
+    ],
+)
+def test_plan_heeds_what_a_configuration_says(run, tmp_path, document, path, value):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    _, out, _ = run("plan", "gpt2", *BOX, "--config", str(file), "--json")
+    block, key = path
+    assert json.loads(out)[block][key] == value
+
+
+def test_a_ratio_leaves_part_of_the_states_on_the_device(run, tmp_path):
+    file = tmp_path / "ds.json"
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.25}}
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}), encoding="utf-8")
+    _, out, _ = run("plan", "100M", *BOX, "--config", str(file), "--json")
+    data = json.loads(out)
+    memory, layers = data["configuration"]["bytes"], data["model"]["units"][0]["repeat"]
+    gone = round(layers * 0.25)
+    assert memory["device"]["optimizer"] * gone == memory["host"]["optimizer"] * (layers - gone)
+
+
+def test_a_gpu_without_bf16_is_planned_in_fp16(run):
+    assert "fp16, adamw" in run("plan", "1B", "--gpu", "v100")[1]
+    assert "bf16, adamw" in run("plan", "1B", "--gpu", "h100")[1]
+
+
+def test_odd_numbers_of_ranks_fill_their_nodes(run):
+    assert "12 ranks, 6 on a node" in run("plan", "1B", "--gpu", "80GB", "--ranks", "12")[1]
+    assert "11 ranks, 1 on a node" in run("plan", "1B", "--gpu", "80GB", "--ranks", "11")[1]
+
+
+def test_papers_and_written_configurations_go_to_standard_output_as_data(run):
+    assert json.loads(run("plan", "--paper", "zero-table1", "--json")[1])["rows"][0][1] == "120"
+    _, out, _ = run("plan", "gpt2", *BOX, "--write", "-", "--placement", "stage1", "--json")
+    assert out.rstrip().endswith("}")
+    assert '"stage": 1' in out
+
+
+def test_a_sample_longer_than_the_model_is_remarked(run):
+    assert "the model has 1024 positions, and a sample 8192 tokens" in run("plan", "gpt2", *BOX, "--seq", "8192")[1]
 
 
 def test_plan_without_a_machine_plans_for_the_present_one(run):
@@ -158,7 +210,11 @@ def test_presets_are_listed(run):
         (["plan", "7B", "--gpu", "h900"], 'no GPU "h900"'),
         (["plan", "7B", "--gpu", "80GB", "--host", "lots"], '--host "lots" is not a quantity'),
         (["plan", "7B", "--gpu", "80GB", "--ranks", "0"], "at least one rank"),
-        (["plan", "7B", "--gpu", "80GB", "--ranks", "12"], "do not fill nodes of 8"),
+        (["plan", "7B", "--gpu", "80GB", "--ranks", "12", "--per-node", "8"], "do not fill nodes of 8"),
+        (["plan", "7B", "--gpu", "80"], '"80" is not a quantity'),
+        (["plan", "7B", "--gpu", "80GB", "--tflops", "0"], "rates must be above 0"),
+        (["plan", "7B", "--gpu", "80GB", "--tflops", "inf"], "rates must be above 0"),
+        (["plan", "7B", "--gpu", "80GB", "--placement", "stage1"], "Give --write too"),
         (["plan", "7B", "--gpu", "80GB", "--batch", "0"], "at least 1"),
         (["plan", "7B", "--gpu", "80GB", "--tflops", "-1"], "rates must be above 0"),
         (["plan", "7B", "--gpu", "80GB", "--disk-speed", "0"], "rates must be above 0"),
@@ -208,6 +264,8 @@ def test_config_check_derives_the_batch_for_a_world(run, tmp_path):
     assert "7 is not micro-batch x accumulation x ranks" in err
     code, _, err = run("config", "check", str(path), "--world", "0")
     assert code == 2
+    path.write_text('{"gradient_accumulation_steps": 4}', encoding="utf-8")
+    assert "no batch size is set" in run("config", "check", str(path))[1]
 
 
 def test_config_check_as_data(run, tmp_path):
@@ -228,7 +286,11 @@ def test_config_check_as_data(run, tmp_path):
         ("zero_optimization.round_robin_gradients", ["no effect here"]),
         ("zero_quantized_weights", ["refused: ZeRO++"]),
         ("intra_op_parallelism", ["default: 4 (DeepSpeed: 1)", "why:"]),
-        ("optimizer", ["the update rule"]),
+        ("optimizer", ["the update rule", "optimizer(AdamW).params.lr"]),
+        ("optimizer.params.betas", ["optimizer(Lion).params.betas", "default: [0.9, 0.99]"]),
+        ("offload_optimizer.device", ["zero_optimization.offload_optimizer.device"]),
+        ("cpu_offload", ["an old name: offload_optimizer"]),
+        ("fp16", ["half precision", "fp16.loss_scale"]),
     ],
 )
 def test_config_explain_says_what_a_key_does(run, key, words):

@@ -40,7 +40,7 @@ BROKEN: dict[str, tuple[object, dict[str, str]]] = {
     "clipping in the wrong block": (z(gradient_clipping=1.0), {f"{Z}.gradient_clipping": "belongs in the top level"}),
     "misspelt optimizer parameter": (
         {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3, "beta": [0.9, 0.9]}}},
-        {"optimizer.params.learning_rate": "unknown key", "optimizer.params.beta": "did you mean betas?"},
+        {"optimizer.params.learning_rate": "did you mean lr?", "optimizer.params.beta": "did you mean betas?"},
     ),
     "adam's parameter for sgd": (
         {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}},
@@ -155,6 +155,32 @@ BROKEN: dict[str, tuple[object, dict[str, str]]] = {
         {"gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 2.0}}},
         {"optimizer.params.max_grad_norm": "2.0 is not gradient_clipping, 1.0"},
     ),
+    "nesterov with dampening": (
+        {"optimizer": {"type": "SGD", "params": {"nesterov": True, "momentum": 0.9, "dampening": 0.1}}},
+        {"optimizer.params.nesterov": "needs a dampening of 0"},
+    ),
+    "two parameter types": ({"fp16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}}, {"data_types.param_dtype": "is bf16, but fp16 is enabled"}),
+    "a pool of whole parameters": ({**z(stage=1), "naught": {"placement": "pooled"}}, {"naught.placement": "pooled needs stage 3"}),
+    "a pool with an offload": (
+        {**z(stage=3, offload_optimizer={"device": "cpu"}), "naught": {"placement": "pooled"}},
+        {"naught.placement": "pooled places every unit by itself"},
+    ),
+    "tiles of whole parameters": ({**z(stage=1), "naught": {"tiles": 2}}, {"naught.tiles": "tiles need stage 3"}),
+    "a default that contradicts": (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}},
+        {"scheduler.params.warmup_num_steps": "is 1000 by default, which is above total_num_steps, 10; set warmup_num_steps"},
+    ),
+    "old and new communication type": (
+        {"fp32_allreduce": True, "communication_data_type": "fp16"},
+        {"fp32_allreduce": "says again what communication_data_type says"},
+    ),
+    "no bias correction": (
+        {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
+        {"optimizer.params.bias_correction": "must be true, is false (a boolean); torch's kernel always does"},
+    ),
+    "a name from another tool": ({"micro_batch_size": 4}, {"micro_batch_size": "did you mean train_micro_batch_size_per_gpu?"}),
+    "a name that many blocks have": ({"enabled": True}, {"enabled": "unknown key"}),
+    "a rate at the wrong level": ({"optimizer": {"type": "AdamW", "lr": 1}}, {"optimizer.lr": "it belongs in optimizer.params"}),
     "nesterov without momentum": (
         {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
         {"optimizer.params.nesterov": "needs a momentum"},

@@ -200,6 +200,18 @@ def test_real_configurations_agree_with_the_schema():
 
 
 def test_the_schema_refuses_what_the_check_refuses():
-    for wrong in ({"train_batch_size": "8"}, {"zero_optimization": {"stage": 4}}, {"xyzzy": 1}, {"fp16": {"enabled": 1}}):
+    for wrong in (
+        {"train_batch_size": "8"},
+        {"zero_optimization": {"stage": 4}},
+        {"xyzzy": 1},
+        {"fp16": {"enabled": 1}},
+        {"optimizer": {}},
+        {"optimizer": {"type": "Adamm"}},
+        {"optimizer": {"type": "adam", "params": {"lr": -1}}},
+        {"optimizer": {"type": "ADAMW", "params": {"learning_rate": 1}}},
+        {"scheduler": {"type": "Foo"}},
+        {"sequence_parallel_size": 4},
+        {"amp": {"enabled": True}},
+    ):
         assert check(wrong).problems
         assert list(VALIDATOR.iter_errors(wrong))

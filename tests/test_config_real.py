@@ -129,6 +129,22 @@ def test_stage_3_keys_at_lower_stages_are_said_to_have_no_effect():
     assert "stage 3 only" in report.notes[-1].detail
 
 
+def test_keys_of_what_is_switched_off_are_said_to_have_no_effect():
+    notes = {note.path: note for note in check({"fp16": {"enabled": False, "loss_scale": 4}, "wandb": {"project": "x"}}).notes}
+    assert notes["fp16.loss_scale"].detail == "fp16 is not enabled"
+    assert notes["wandb.project"].detail == "wandb is not enabled"
+    notes = {note.path: note for note in check({"fp16": {"enabled": True, "loss_scale": 4, "hysteresis": 3}}).notes}
+    assert notes["fp16.hysteresis"].detail == "the loss scale is fixed"
+    assert notes["fp16.loss_scale"].effect is Effect.HONOURED
+
+
+def test_habits_of_older_tools_load():
+    assert load({"fp32_allreduce": True}).communication_data_type == "fp32"
+    assert load({"fp32_allreduce": False}).communication_data_type is None
+    assert load({"fp16": {"fp16": True, "enabled": True}}).fp16.enabled
+    assert load({"pipeline": {"stages": "auto", "activation_checkpoint_interval": 0}})
+
+
 def test_documents_survive_a_round_trip():
     for text in REAL.values():
         config = load(text)

@@ -97,3 +97,7 @@ def test_resharding_between_different_models_is_refused():
         list(reshard(old, lay_out([("b", (4,))], world=1), 0))
     with pytest.raises(ModelError, match=r'"a" \[5\] is \[4\]'):
         list(reshard(old, lay_out([("a", (5,))], world=1), 0))
+    both = lay_out([("a", (4,)), ("z", (4,))], world=2)
+    for rank in range(2):  # also the rank that does not own the missing one
+        with pytest.raises(ModelError, match='"z"'):
+            list(reshard(old, both, rank))

@@ -46,5 +46,5 @@ def test_named_rows_are_all_different():
 
 
 def test_offload_of_whole_state_says_what_to_do():
-    with pytest.raises(PlacementError, match=r"whole param state cannot rest on host.*split the param state"):
+    with pytest.raises(PlacementError, match=r"whole param state cannot rest on host.*Split the param state"):
         place_stage(2, param=Tier.HOST)

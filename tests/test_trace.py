@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from naught.errors import ModelError
+from naught.errors import ModelError, UsageError
 from naught.estimate import Job
 from naught.formulas import recipe
 from naught.machine import GPUS, Machine
@@ -171,9 +172,74 @@ def test_advice_for_a_module_counts_its_parameters():
     advice = plan_for(module, (ids,), {"labels": ids}, machine=machine)
     assert advice.best is not None
     stage0 = advice.forecasts[0]
-    assert stage0.times.compute == 2 * 4 * 4 * 512 * model.numel / machine.gpu.flops
+    tokens, width = 4 * 512, 1024
+    linears = 12 * (4 * width * width) + 30_000 * width  # the embedding looks up and multiplies nothing
+    attention = 12 * 2 * 2 * tokens * 512 * width
+    assert stage0.times.compute == pytest.approx(4 * (2 * tokens * linears + attention) / machine.gpu.flops)
     fp32 = plan_for(module, (ids,), {"labels": ids}, machine=machine, job=Job(4, 512, recipe=recipe("fp32")))
     assert fp32.forecasts[0].total(Tier.DEVICE) > stage0.total(Tier.DEVICE)
+
+
+@pytest.mark.parametrize("order", ["reversed", "skipping", "looped"])
+def test_blocks_may_run_in_any_order_and_any_number_of_times(order):
+    class Net(Gpt):
+        def forward(self, ids: Tensor, *, labels: Tensor) -> dict[str, Tensor]:
+            x = self.tok(ids)
+            blocks = {"reversed": self.blocks[::-1], "skipping": self.blocks[2:], "looped": [*self.blocks] * 3}[order]
+            for block in blocks:
+                x, _ = block(x, scale=self.scale)
+            return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+    module = Net(6)
+    ids = torch.randint(64, (2, 16))
+    assert trace_activations(module, (ids,), {"labels": ids}).full == saved_bytes(module, ids, labels=ids)
+
+
+def test_like_blocks_with_other_inputs_are_run_for_themselves():
+    class Halving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.max_pool2d(self.conv(x).relu(), 2)
+
+    module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Halving() for _ in range(4)), nn.Flatten(), nn.Linear(8 * 4, 10))
+    images = torch.randn(2, 3, 32, 32)
+    assert trace_activations(module, (images,), {}).full == saved_bytes(module, images)
+
+
+def test_arithmetic_is_counted_by_operators_and_not_by_tokens():
+    mlp = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    traced = trace_activations(mlp, (torch.randn(64, 784),), {})
+    assert traced.forward_flops == 2 * 64 * (784 * 512 + 512 * 512 + 512 * 10)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    two, nine = (trace_activations(Gpt(layers), (ids,), {"labels": ids}).forward_flops for layers in (2, 9))
+    head = 2 * 32 * 32 * 64
+    assert (nine - head) * 2 == (two - head) * 9
+
+
+def test_a_bare_tensor_and_a_compiled_module_are_taken():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plain = plan_for(module, (torch.randn(2, 8),))
+    assert plan_for(module, torch.randn(2, 8)).forecasts[0] == plain.forecasts[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own imports
+        compiled = torch.compile(module)
+    assert plan_for(compiled, (torch.randn(2, 8),)).forecasts[0] == plain.forecasts[0]
+
+
+def test_what_is_no_module_or_has_no_shape_is_refused(capfd):
+    with pytest.raises(UsageError, match="not for a str"):
+        plan_for("gpt2", (torch.randn(2),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that lazy modules are new
+        lazy = nn.LazyLinear(10)
+    with pytest.raises(ModelError, match='"weight" has no shape yet'):
+        plan_for(lazy, (torch.randn(2, 8),))
+    with pytest.raises(ModelError, match="cannot be traced"):
+        plan_for(nn.Linear(4, 4), (torch.randn(2, 8),))
+    assert capfd.readouterr().err == "", "torch's own report of the failure is not printed too"
 
 
 def test_a_module_without_parameters_or_inputs_is_refused():

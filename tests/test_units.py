@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,12 +53,23 @@ def test_two_stacks_are_rows_of_blocks_and_not_two_units():
     assert names(units) == [f"{side}.layers.{at}" for side in ("encoder", "decoder") for at in range(6)]
 
 
-def test_experts_stay_inside_their_block():
+@pytest.mark.parametrize(("layers", "experts"), [(6, 3), (3, 64), (27, 64)])
+def test_experts_stay_inside_their_block(layers, experts):
     def moe(name: str) -> Node:
-        return Node(name, "Block", (), (leaf(f"{name}.router", 4), row(f"{name}.experts", 3, kind="Expert")))
+        return Node(name, "Block", (), (leaf(f"{name}.router", 4), row(f"{name}.experts", experts, kind="Expert")))
 
-    model = Node("", "MoE", (), (Node("h", "ModuleList", (), tuple(moe(f"h.{at}") for at in range(6))),))
-    assert names(find_units(model)) == [f"h.{at}" for at in range(6)]
+    model = Node("", "MoE", (), (Node("h", "ModuleList", (), tuple(moe(f"h.{at}") for at in range(layers))),))
+    assert names(find_units(model)) == [f"h.{at}" for at in range(layers)]
+
+
+@pytest.mark.parametrize("layers", [2, 3, 12])
+def test_projections_of_a_short_model_stay_inside_their_block(layers):
+    def attention(name: str) -> Node:
+        inner = Node(f"{name}.attn", "Attention", (), tuple(leaf(f"{name}.attn.{part}", 50) for part in "qkvo"))
+        return Node(name, "Block", (), (inner, Node(f"{name}.mlp", "Mlp", (), (leaf(f"{name}.mlp.up", 90),))))
+
+    model = Node("", "Llama", (), (Node("h", "ModuleList", (), tuple(attention(f"h.{at}") for at in range(layers))),))
+    assert names(find_units(model)) == [f"h.{at}" for at in range(layers)]
 
 
 def test_blocks_of_two_classes_in_one_list_are_all_units():
@@ -79,6 +91,13 @@ def test_rules_win_over_what_is_found_and_can_stand_alone():
     assert names(only) == ["", "h.0", "h.1", "h.2"]
     ends = find_units(model, UnitRules(suffixes=frozenset({"fc"}), automatic=False))
     assert names(ends) == ["", "h.0.fc", "h.1.fc", "h.2.fc"]
+
+
+def test_a_rule_may_name_a_module_inside_a_block():
+    model = Node("", "GPT", (), (row("h", 3),))
+    units = find_units(model, UnitRules(names=frozenset({"h.1.fc"})))
+    assert names(units) == ["", "h.0", "h.1.fc", "h.2"]
+    assert [param.name for param in units[0].params] == ["h.1.norm.weight"]
 
 
 def test_a_model_without_parameters_has_no_units():

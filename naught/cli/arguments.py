@@ -44,8 +44,10 @@ def add_plan(commands: Any) -> None:
     job.add_argument("--batch", type=int, metavar="N", help="samples in one forward of one rank (default 1)")
     job.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default 1024)")
     job.add_argument("--accumulation", type=int, metavar="N", help="forwards before an update (default 1)")
-    job.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights (default bf16)")
-    job.add_argument("--optimizer", choices=("adamw", "adam", "lion", "adagrad", "sgd"), help="default adamw")
+    job.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights (default bf16, or fp16 on a GPU without it)"
+    )
+    job.add_argument("--optimizer", choices=("adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"), help="default adamw")
     job.add_argument(
         "--activations",
         choices=("auto", "none", "block", "host"),
@@ -54,7 +56,9 @@ def add_plan(commands: Any) -> None:
     )
     job.add_argument("--attention", choices=("fused", "eager"), default="fused", help="eager keeps the seq x seq scores")
     output = parser.add_argument_group("output")
-    output.add_argument("--write", metavar="FILE", help="write the configuration of the recommended placement")
+    output.add_argument(
+        "--write", metavar="FILE", help="write the configuration of the recommended placement; - for standard output"
+    )
     output.add_argument("--placement", metavar="NAME", help="with --write: this placement instead of the recommended one")
     output.add_argument("--nvme-path", metavar="DIR", default="/local_nvme", help="with --write: folder for the disk tier")
     output.add_argument("--json", action="store_true", help="print data instead of tables")

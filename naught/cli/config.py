@@ -11,6 +11,7 @@ from typing import Any
 
 from naught.cli.files import write_new
 from naught.config import Effect, check, derive_batch, keys
+from naught.config.check import OLD_NAMES
 from naught.config.refused import REFUSED
 from naught.config.schema import SAME
 from naught.config.schema_json import json_schema
@@ -56,6 +57,8 @@ def _check(options: argparse.Namespace) -> int:
     _print_keys(f"{report.source} is fine", ("key", "effect", "what it does here, or why it does nothing"), rows)
     if report.config.auto:
         print(f'"auto" is left to whoever starts the run: {", ".join(sorted(report.config.auto))}')
+    if not report.config.auto and not (report.config.train_batch_size or report.config.train_micro_batch_size_per_gpu):
+        print("no batch size is set: give train_batch_size or train_micro_batch_size_per_gpu before a run")
     if batch:
         print(f"batch on {options.world} ranks: {batch.train} = {batch.micro} x {batch.accumulation} x {options.world}")
     return 0
@@ -72,22 +75,38 @@ def _print_keys(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, .
 def _explain(options: argparse.Namespace) -> int:
     every = list(keys.entries())
     if options.key is None:
-        _print_keys("keys", ("key", "effect", "meaning"), [(e.path, e.key.effect.value, e.key.does or e.key.why) for e in every])
+        _print_keys("keys", ("key", "effect", "meaning"), [_summary(entry) for entry in every])
         return 0
-    wanted = options.key
-    found = [e for e in every if e.path == wanted] or [
-        e for e in every if wanted == e.path.rpartition(".")[2] or wanted in e.key.also
-    ]
-    refused = [path for path in REFUSED if path == wanted or path.rpartition(".")[2] == wanted]
+    found = [entry for entry in every if _means(entry, options.key)]
+    within = [entry for entry in every if keys.plain_path(entry.path).startswith(f"{options.key}.")]
+    refused = [path for path in REFUSED if path == options.key or path.endswith(f".{options.key}")]
     for entry in found:
         print(_explanation(entry))
     for path in refused:
         print(f"{path}\n  refused: {REFUSED[path]}")
-    if not found and not refused:
-        names = {path.rpartition(".")[2] for path in [*REFUSED, *(e.path for e in every)]}
-        near = get_close_matches(wanted.rpartition(".")[2], sorted(names), n=1)
-        raise UsageError(f'no key "{wanted}"' + (f"; did you mean {near[0]}?" if near else ""))
+    if options.key.rpartition(".")[2] in OLD_NAMES:
+        print(f"{options.key}\n  an old name: {OLD_NAMES[options.key.rpartition('.')[2]]}")
+    elif not found and not refused:
+        names = {path.rpartition(".")[2] for path in [*REFUSED, *(entry.path for entry in every)]}
+        near = get_close_matches(options.key.rpartition(".")[2], sorted(names), n=1)
+        raise UsageError(f'no key "{options.key}"' + (f"; did you mean {near[0]}?" if near else ""))
+    if within:
+        _print_keys("keys", ("key", "effect", "meaning"), [_summary(entry) for entry in within])
     return 0
+
+
+def _means(entry: keys.Entry, wanted: str) -> bool:
+    """Whether a key or the end of its path is what was asked for, in any of its spellings."""
+    path = keys.plain_path(entry.path)
+    block = path.rpartition(".")[0]
+    return any(
+        spelled == wanted or spelled.endswith(f".{wanted}")
+        for spelled in (entry.path, path, *(f"{block}.{also}".removeprefix(".") for also in entry.key.also))
+    )
+
+
+def _summary(entry: keys.Entry) -> tuple[str, str, str]:
+    return entry.path, entry.key.effect.value, entry.key.does or entry.key.why
 
 
 def _explanation(entry: keys.Entry) -> str:

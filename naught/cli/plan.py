@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from naught import showing
 from naught.advice import POOLED, Advice, advise
 from naught.cli.files import write_new
 from naught.errors import UsageError
-from naught.estimate import Checkpointing, Forecast, Job
+from naught.estimate import Checkpointing, Forecast, Job, PlacedRun, forecast, transformer_activations
 from naught.formulas import recipe
 from naught.machine import Machine, detect, parse_gpu
 from naught.papers import TABLES
-from naught.placement import PLACEMENTS, Placement, Tier
+from naught.placement import PLACEMENTS, Place, Placement, Tier
 from naught.quantity import parse_bytes, show_bytes, show_count
-from naught.shapes import PRESETS, Model, parse_model
+from naught.shapes import PRESETS, Model, Run, parse_model
 from naught.text import print_table
 
 if TYPE_CHECKING:
@@ -32,23 +33,20 @@ def run_plan(options: argparse.Namespace) -> int:
         _print_models()
         return 0
     if options.paper:
-        _print_paper(options.paper)
+        _print_paper(options.paper, as_json=options.json)
         return 0
     if not options.model:
         raise UsageError("no model is given", fix="naught plan 7.5B, or naught plan --models for the presets")
-    model = parse_model(options.model)
-    machine, found = _machine(options)
-    config = _config(options.config)
-    job, precision = _job(options, config, machine.ranks)
-    advice = advise(model, None, machine, job, automatic=options.activations == "auto")
+    if options.placement and not options.write:
+        raise UsageError("--placement names what --write writes", fix="give --write too")
+    question = _question(options)
+    advice = advise(question.model, None, question.machine, question.job, automatic=options.activations == "auto")
     if options.json:
-        print(json.dumps(_data(model, machine, job) | showing.as_data(advice), indent=2))
+        print(json.dumps(_data(question) | showing.as_data(advice), indent=2))
     else:
-        _print(model, machine, found, job, precision, advice)
-        if config is not None:
-            _print_asked(config, advice)
+        _print(question, advice)
     if options.write:
-        _write(options, advice, job, precision)
+        _write(options, advice, question)
     return 0 if advice.best else 1
 
 
@@ -56,44 +54,101 @@ def _print_models() -> None:
     rows = []
     for name, shape in PRESETS.items():
         numel = sum(run.numel * run.repeat for run in shape.runs)
-        rows.append((name, show_count(numel), str(shape.layers), str(shape.hidden), str(shape.heads), str(shape.vocab or "-")))
+        size = (show_count(numel), shape.layers, shape.hidden, shape.heads, shape.vocab or "-")
+        rows.append((name, *map(str, size)))
     print_table("models", ("preset", "parameters", "layers", "hidden", "heads", "vocab"), rows)
 
 
-def _print_paper(name: str) -> None:
+def _print_paper(name: str, *, as_json: bool) -> None:
     table = TABLES[name]()
+    if as_json:
+        print(json.dumps(table._asdict(), indent=2))
+        return
     print_table(table.title, table.header, table.rows)
     for note in table.notes:
         print(note)
 
 
+@dataclass(frozen=True)
+class _Question:
+    """What is asked: a model, a machine and a job, and how they came about."""
+
+    model: Model
+    machine: Machine
+    job: Job
+    dtype: str
+    optimizer: str
+    notes: tuple[str, ...]
+    config: Config | None
+
+    @property
+    def asked(self) -> Forecast | None:
+        """The forecast of just what the configuration says."""
+        if self.config is None:
+            return None
+        from naught.config import placement_of
+
+        placed = _placed(self.model.runs, placement_of(self.config), self.config)
+        assert self.model.shape is not None
+        measured = transformer_activations(self.model.shape, self.job)
+        return forecast("configuration", placed, measured, self.machine, self.job, tiles=self.config.naught.tiles)
+
+
+def _question(options: argparse.Namespace) -> _Question:
+    model = parse_model(options.model)
+    machine, found = _machine(options)
+    config = _config(options.config)
+    dtype, optimizer = _precision(options, config, machine)
+    job = replace(_job(options, config, machine.ranks), recipe=recipe(dtype, optimizer))
+    notes = [note for note in (model.note, found) if note]
+    if model.shape and model.shape.positions and job.seq > model.shape.positions:
+        notes.append(f"the model has {model.shape.positions} positions, and a sample {job.seq} tokens")
+    return _Question(model, machine, job, dtype, optimizer, tuple(notes), config)
+
+
+def _placed(runs: Sequence[Run], placement: Placement, config: Config) -> list[PlacedRun]:
+    """Every unit as the configuration places it; a ratio below one leaves the last units of each run on the device."""
+    offload = config.zero_optimization.offload_optimizer
+    ratio = offload.ratio if offload and offload.device != "none" else 1.0
+    stay = Placement(placement.param, Place(placement.grad.split), Place(placement.optim.split))
+    placed = []
+    for run in runs:
+        gone = round(run.repeat * ratio)
+        placed += [PlacedRun(run._replace(repeat=gone), placement)] if gone else []
+        placed += [PlacedRun(run._replace(repeat=run.repeat - gone), stay)] if gone < run.repeat else []
+    return placed
+
+
 def _machine(options: argparse.Namespace) -> tuple[Machine, str]:
     """The machine asked for; without a GPU's name or size, the present one with what was asked changed."""
-    machine, found = detect() if options.gpu is None else (Machine(), "")
-    ranks = machine.ranks if options.ranks is None else options.ranks
-    changes: dict[str, Any] = {"ranks": ranks}
-    changes["ranks_per_node"] = options.per_node if options.per_node is not None else min(ranks, max(8, machine.ranks_per_node))
-    gpu = parse_gpu(options.gpu) if options.gpu else machine.gpu
-    if options.tflops:
+    machine, found = detect() if options.gpu is None else (Machine(gpu=parse_gpu(options.gpu)), "")
+    gpu = machine.gpu
+    if options.tflops is not None:
         gpu = gpu._replace(flops=options.tflops * 1e12)
-    if options.link:
+    if options.link is not None:
         gpu = gpu._replace(link_bytes_s=parse_bytes(options.link, what="--link"))
-    changes["gpu"] = gpu
-    for name, field in (
-        ("host", "host_bytes"),
-        ("disk", "disk_bytes"),
-        ("network", "network_bytes_s"),
-        ("disk_speed", "disk_bytes_s"),
-    ):
+    changes: dict[str, Any] = {}
+    for name, field in _MACHINE_SIZES.items():
         text = getattr(options, name)
         if text is not None:
             changes[field] = parse_bytes(text, what="--" + name.replace("_", "-"))
-    if not (
-        gpu.flops > 0 and gpu.link_bytes_s > 0 and min(changes.get("network_bytes_s", 1), changes.get("disk_bytes_s", 1)) > 0
-    ):
-        raise UsageError("rates must be above 0")
-    changes["unified"] = machine.unified and options.gpu is None
-    return replace(machine, **changes), found
+    if machine.unified and "host_bytes" in changes:
+        gpu = gpu._replace(memory_bytes=changes.pop("host_bytes"))
+    rates = [gpu.flops, gpu.link_bytes_s, *(changes[field] for field in changes if field.endswith("_s"))]
+    if not all(0 < rate < 1e21 for rate in rates):
+        raise UsageError("rates must be above 0 and finite", fix="check --tflops, --link, --network and --disk-speed")
+    ranks = machine.ranks if options.ranks is None else options.ranks
+    per_node = options.per_node if options.per_node is not None else _per_node(ranks, machine.ranks_per_node)
+    return replace(machine, ranks=ranks, ranks_per_node=per_node, gpu=gpu, **changes), found
+
+
+_MACHINE_SIZES = {"host": "host_bytes", "disk": "disk_bytes", "network": "network_bytes_s", "disk_speed": "disk_bytes_s"}
+
+
+def _per_node(ranks: int, present: int) -> int:
+    """As many ranks on a node as there are GPUs here, or up to eight, such that the nodes are full."""
+    most = max(8, present)
+    return next(count for count in range(min(max(ranks, 1), most), 0, -1) if ranks % count == 0)
 
 
 def _config(path: str | None) -> Config | None:
@@ -104,48 +159,63 @@ def _config(path: str | None) -> Config | None:
     return load(path)
 
 
-def _job(options: argparse.Namespace, config: Config | None, world: int) -> tuple[Job, str]:
-    """Flags win over the configuration, the configuration over the defaults."""
-    batch, accumulation, dtype, optimizer = 1, 1, "bf16", "adamw"
+def _precision(options: argparse.Namespace, config: Config | None, machine: Machine) -> tuple[str, str]:
+    """Flags win over the configuration, the configuration over what suits the machine."""
+    dtype = "bf16" if machine.gpu.has_bf16 else "fp16"
+    optimizer = "adamw"
+    if config is not None:
+        wanted = [name for name in ("bf16", "fp16") if f"{name}.enabled" in config.auto]
+        wanted = [name for name in ("bf16", "fp16") if getattr(config, name).enabled] or wanted
+        dtype = (dtype if dtype in wanted else wanted[0]) if wanted else "fp32"
+        if config.optimizer:
+            optimizer = config.optimizer.type.lower()
+            optimizer += "-momentum" if getattr(config.optimizer.params, "momentum", 0) else ""
+    return options.dtype or dtype, options.optimizer or optimizer
+
+
+def _job(options: argparse.Namespace, config: Config | None, world: int) -> Job:
+    given: dict[str, Any] = {"fused_attention": options.attention == "fused"}
     if config is not None:
         from naught.config import derive_batch
 
         if config.train_batch_size or config.train_micro_batch_size_per_gpu:
-            _, batch, accumulation = derive_batch(config, world)
-        dtype = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled or "bf16.enabled" in config.auto else "fp32"
-        optimizer = config.optimizer.type.lower() if config.optimizer else optimizer
-    given = {"micro_batch": options.batch, "seq": options.seq, "accumulation": options.accumulation}
-    given = {name: value for name, value in given.items() if value is not None}
-    dtype, optimizer = options.dtype or dtype, options.optimizer or optimizer
-    job = Job(
-        **{"micro_batch": batch, "accumulation": accumulation} | given,
-        recipe=recipe(dtype, optimizer),
-        checkpointing=Checkpointing.BLOCK if options.activations == "auto" else Checkpointing(options.activations),
-        fused_attention=options.attention == "fused",
-    )
-    return job, f"{dtype}, {optimizer}"
+            _, given["micro_batch"], given["accumulation"] = derive_batch(config, world)
+        if config.activation_checkpointing.cpu_checkpointing:
+            given["checkpointing"] = Checkpointing.HOST
+        if config.data_types.grad_accum_dtype in ("bf16", "fp16"):
+            given["summed_grad"] = 2
+    flags = {"micro_batch": options.batch, "seq": options.seq, "accumulation": options.accumulation}
+    given |= {name: value for name, value in flags.items() if value is not None}
+    if options.activations != "auto":
+        given["checkpointing"] = Checkpointing(options.activations)
+    return Job(**given)
 
 
-def _print(model: Model, machine: Machine, found: str, job: Job, precision: str, advice: Advice) -> None:
-    from naught.estimate import transformer_activations
-
+def _print(question: _Question, advice: Advice) -> None:
+    model, job = question.model, question.job
     assert model.shape is not None
     units = sum(run.repeat for run in model.runs)
     print(f"model    {model.name}: {show_count(model.numel)} parameters in {units} units")
-    if model.note:
-        print(f"         {model.note}")
-    print(f"machine  {_machine_text(machine)}")
-    if found:
-        print(f"         {found}")
-    print(f"job      micro-batch {job.micro_batch} x {job.seq} tokens, accumulation {job.accumulation}, {precision}")
+    print(f"machine  {_machine_text(question.machine)}")
+    print(f"         {_rates_text(question.machine)}")
+    print(
+        f"job      micro-batch {job.micro_batch} x {job.seq} tokens, accumulation {job.accumulation}, "
+        f"{question.dtype}, {question.optimizer}"
+    )
     print(f"         activations by {transformer_activations(model.shape, job).source}")
+    for note in question.notes:
+        print(f"note     {note}")
     print()
-    print_table("memory of each rank", showing.MEMORY_HEADER, showing.memory_rows(advice))
+    print_table("memory of each rank", showing.MEMORY_HEADER, showing.memory_rows(advice.forecasts))
     print()
     print_table(
         "traffic and time of one step, and the largest GPT that would fit", showing.TIME_HEADER, showing.time_rows(advice)
     )
     print()
+    if question.asked is not None:
+        print_table("as the configuration says", showing.MEMORY_HEADER, showing.memory_rows([question.asked]))
+        fits = "fits" if question.asked.fits else "does not fit"
+        print(f"the configuration {fits}, {showing.span(question.asked)} a step\n")
     print(showing.verdict(advice))
 
 
@@ -153,24 +223,25 @@ def _machine_text(machine: Machine) -> str:
     ranks = f"{machine.ranks} rank{'s' * (machine.ranks > 1)}"
     nodes = f", {machine.local_ranks} on a node" if machine.ranks > 1 else ""
     device, host, disk = (show_bytes(size) for size in (machine.gpu.memory_bytes, machine.host_bytes, machine.disk_bytes))
-    return f"{ranks}{nodes}: {device} each, {host} host and {disk} disk a node, {machine.gpu.flops / 1e12:.3g} TFLOP/s"
+    if machine.unified:
+        return f"{ranks}{nodes}: {device} that they share, and {disk} disk"
+    return f"{ranks}{nodes}: {device} each, {host} host and {disk} disk a node"
 
 
-def _print_asked(config: Config, advice: Advice) -> None:
-    from naught.config import placement_of
-
-    wanted = placement_of(config)
-    name = POOLED if config.naught.placement == POOLED else next((key for key, row in PLACEMENTS.items() if row == wanted), None)
-    row = next((row for row in advice.forecasts if row.name == name), None)
-    if row is not None:
-        print(f"the configuration asks for {row.name}, which {'fits' if row.fits else 'does not fit'}")
-    else:
-        print(f"the configuration asks for a placement without a row above: {wanted}")
+def _rates_text(machine: Machine) -> str:
+    rates = {
+        "collectives": machine.collective_bytes_s,
+        "host link": machine.link_bytes_s,
+        "disk": machine.disk_bytes_s / machine.local_ranks,
+    }
+    shown = ", ".join(f"{name} {show_bytes(rate)}/s" for name, rate in rates.items())
+    return f"{machine.gpu.flops / 1e12:.3g} TFLOP/s, {shown} for each rank"
 
 
-def _data(model: Model, machine: Machine, job: Job) -> dict[str, Any]:
+def _data(question: _Question) -> dict[str, Any]:
+    model, machine, job = question.model, question.machine, question.job
     return {
-        "model": {"name": model.name, "numel": model.numel, "units": [run._asdict() for run in model.runs], "note": model.note},
+        "model": {"name": model.name, "numel": model.numel, "units": [run._asdict() for run in model.runs]},
         "machine": {
             "ranks": machine.ranks,
             "ranks_per_node": machine.local_ranks,
@@ -178,15 +249,27 @@ def _data(model: Model, machine: Machine, job: Job) -> dict[str, Any]:
             "host_bytes": machine.host_bytes,
             "disk_bytes": machine.disk_bytes,
             "flops": machine.gpu.flops,
+            "collective_bytes_s": machine.collective_bytes_s,
+            "link_bytes_s": machine.link_bytes_s,
+            "disk_bytes_s": machine.disk_bytes_s,
+            "update_numel_s": machine.update_numel_s,
         },
-        "job": {"micro_batch": job.micro_batch, "seq": job.seq, "accumulation": job.accumulation},
+        "job": {
+            "micro_batch": job.micro_batch,
+            "seq": job.seq,
+            "accumulation": job.accumulation,
+            "dtype": question.dtype,
+            "optimizer": question.optimizer,
+        },
+        "notes": list(question.notes),
+        "configuration": showing.forecast_data(question.asked) if question.asked else None,
     }
 
 
 # --- writing the configuration of a placement -------------------------------------------------------------------------
 
 
-def _write(options: argparse.Namespace, advice: Advice, job: Job, precision: str) -> None:
+def _write(options: argparse.Namespace, advice: Advice, question: _Question) -> None:
     names = {row.name: row for row in advice.forecasts}
     if options.placement and options.placement not in names:
         raise UsageError(f'no placement "{options.placement}"', fix=f"choose one of {', '.join(names)}")
@@ -195,30 +278,42 @@ def _write(options: argparse.Namespace, advice: Advice, job: Job, precision: str
         raise UsageError("nothing fits, so nothing was written", fix="name one with --placement to write it all the same")
     from naught.config import load
 
-    document = _document(row, job, precision, options.nvme_path)
+    document = _document(row, question, options.nvme_path)
     load(document)  # what is written here must be what is accepted there
-    write_new(options.write, json.dumps(document, indent=2) + "\n")
+    text = json.dumps(document, indent=2) + "\n"
+    if options.write == "-":
+        sys.stdout.write(text)
+        return
+    write_new(options.write, text)
     print(f"wrote {options.write} for {row.name}", file=sys.stderr)
 
 
 _DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
 
-def _document(row: Forecast, job: Job, precision: str, nvme_path: str) -> dict[str, Any]:
-    dtype, optimizer = precision.split(", ")
-    types = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD"}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "adam": {"type": "Adam", "params": {"lr": 1e-4}},
+    "lion": {"type": "Lion", "params": {"lr": 1e-5}},
+    "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
+    "sgd": {"type": "SGD", "params": {"lr": 1e-2}},
+    "sgd-momentum": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+}
+
+
+def _document(row: Forecast, question: _Question, nvme_path: str) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.micro_batch,
-        "gradient_accumulation_steps": job.accumulation,
+        "train_micro_batch_size_per_gpu": question.job.micro_batch,
+        "gradient_accumulation_steps": question.job.accumulation,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": types[optimizer], "params": {"lr": 1e-4}},
+        "optimizer": _OPTIMIZERS[question.optimizer],
     }
-    if dtype != "fp32":
-        document[dtype] = {"enabled": True}
+    if question.dtype != "fp32":
+        document[question.dtype] = {"enabled": True}
     ours: dict[str, Any] = {}
     if row.name == POOLED:
         document["zero_optimization"] = {"stage": 3}
-        ours |= {"placement": POOLED, "nvme_path": nvme_path}
+        ours |= {"placement": POOLED} | ({"nvme_path": nvme_path} if row.total(Tier.DISK) else {})
     else:
         document["zero_optimization"] = _zero(PLACEMENTS[row.name], nvme_path)
         if PLACEMENTS[row.name].grad.tier is Tier.DISK:

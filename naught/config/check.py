@@ -17,7 +17,7 @@ from naught.config.refused import REFUSED, REFUSED_OPTIMIZERS, is_off
 from naught.config.schema import OPTIMIZERS, SCHEDULERS, Block, Config, Effect
 from naught.errors import ConfigError, Problem
 
-__all__ = ["Note", "Report", "check", "fill", "load", "to_document"]
+__all__ = ["OLD_NAMES", "Note", "Report", "check", "fill", "load", "to_document"]
 
 
 class Note(NamedTuple):
@@ -59,15 +59,25 @@ def check(source: Source) -> Report:
         spellings = [walk.spellings.get(path, path) for path in paths]
         if troubled.isdisjoint(spellings):
             problems.append(Problem(spellings[0], what, walk.line(walk.places.get(paths[0], tuple(paths[0].split(".")))), fix))
-    notes = [_note_at_stage(note, config) for note in walk.notes]
+    notes = [_note_in_context(note, config) for note in walk.notes]
     return Report(document.source, config, tuple(notes), tuple(sorted(problems, key=lambda problem: problem.line or 0)))
 
 
-def _note_at_stage(note: Note, config: Config) -> Note:
-    name = note.path.removeprefix("zero_optimization.")
-    if note.effect is Effect.HONOURED and name.startswith("stage3_") and config.zero_optimization.stage < 3:
-        return Note(note.path, Effect.NONE, f"stage 3 only; this is stage {config.zero_optimization.stage}")
-    return note
+_ADAPTIVE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+
+
+def _note_in_context(note: Note, config: Config) -> Note:
+    """A key that is honoured in general may have no effect beside the others."""
+    block, _, name = note.path.rpartition(".")
+    why = ""
+    if name.startswith("stage3_") and config.zero_optimization.stage < 3 and "zero_optimization.stage" not in config.auto:
+        why = f"stage 3 only; this is stage {config.zero_optimization.stage}"
+    elif block == "fp16" and name in _ADAPTIVE and config.fp16.enabled and config.fp16.loss_scale:
+        why = "the loss scale is fixed"
+    elif block and "." not in block and name != "enabled" and f"{block}.enabled" not in config.auto:
+        switch = getattr(getattr(config, block, None), "enabled", True)
+        why = "" if switch else f"{block} is not enabled"
+    return Note(note.path, Effect.NONE, why) if why and note.effect is Effect.HONOURED else note
 
 
 @dataclass
@@ -162,9 +172,9 @@ class _Walk:
         for name in wrong:
             value = members.pop(name)
             here = f"{path}.{name}".removeprefix(".")
-            self.problem(
-                self.places.get(here, (*place, name)), f"must be {keys.allowed(keys.fields(kind)[name])}, is {_shown(value)}"
-            )
+            info = keys.fields(kind)[name]
+            what = f"must be {keys.allowed(info)}, is {_shown(value)}"
+            self.problem(self.places.get(here, (*place, name)), what, keys.key_of(info).why if keys.is_fixed(info) else "")
         return kind.model_validate(members)
 
     def problem(self, spot: Place, what: str, fix: str = "") -> None:
@@ -204,11 +214,19 @@ def _shown(value: Any) -> str:
 
 # --- old ways of saying things ----------------------------------------------------------------------------------------
 
+OLD_NAMES = {
+    "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
+    "cpu_offload_param": 'offload_param: {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": "pin_memory of both",
+    "fp32_allreduce": 'communication_data_type: "fp32"',
+}
 _OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
 def _modern(kind: type[Block], values: Mapping[str, Any], walk: _Walk) -> Mapping[str, Any]:
     """The members of a block, with keys that DeepSpeed has renamed in another form put into the present one."""
+    if kind is Config and "fp32_allreduce" in values:
+        return _without_fp32_allreduce(values, walk)
     if kind is Config and isinstance(values.get("zero_optimization"), bool):
         walk.notes.append(Note("zero_optimization", Effect.HONOURED, "an old way to say stage 1 (true) or 0 (false)"))
         return {**values, "zero_optimization": {"stage": int(values["zero_optimization"])}}
@@ -232,6 +250,19 @@ def _modern(kind: type[Block], values: Mapping[str, Any], walk: _Walk) -> Mappin
                 if spot in walk.document.lines:
                     walk.document.lines.setdefault(("zero_optimization", new), walk.document.lines[spot])
     return modern
+
+
+def _without_fp32_allreduce(values: Mapping[str, Any], walk: _Walk) -> Mapping[str, Any]:
+    asked = values["fp32_allreduce"]
+    modern = {key: value for key, value in values.items() if key != "fp32_allreduce"}
+    if not isinstance(asked, bool):
+        walk.problem(("fp32_allreduce",), f"must be true or false, is {_shown(asked)}")
+    elif asked and values.get("communication_data_type") is not None:
+        walk.problem(("fp32_allreduce",), "says again what communication_data_type says", "remove it")
+    else:
+        walk.notes.append(Note("fp32_allreduce", Effect.HONOURED, 'the old way to say "communication_data_type": "fp32"'))
+        modern |= {"communication_data_type": "fp32"} if asked else {}
+    return _modern(Config, modern, walk)
 
 
 # --- filling in "auto" ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class Conflict(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Conflict]:
-    for rule in (_precision, _offload, _batch, _loss_scale, _schedule, _clipping, _momentum):
+    for rule in (_precision, _offload, _pool, _batch, _loss_scale, _schedule, _clipping, _momentum):
         yield from rule(config)
 
 
@@ -31,6 +31,25 @@ def _precision(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("torch_autocast.enabled", f"{chosen}.enabled"), f"torch_autocast and {chosen} are both enabled", "choose one"
         )
+
+    wanted = config.data_types.param_dtype
+    for name, block in (("fp16", config.fp16), ("bf16", config.bf16)):
+        if block.enabled and wanted not in (None, name):
+            yield Conflict(("data_types.param_dtype", f"{name}.enabled"), f"is {wanted}, but {name} is enabled", "say it once")
+
+
+def _pool(config: Config) -> Iterator[Conflict]:
+    """The pool places every unit itself, and tiles are gathered one at a time: both need split parameters."""
+    zero, ours = config.zero_optimization, config.naught
+    if "zero_optimization.stage" not in config.auto and zero.stage < 3:
+        if ours.placement == "pooled":
+            yield Conflict(("naught.placement", "zero_optimization.stage"), "pooled needs stage 3", "set stage to 3")
+        if ours.tiles > 1:
+            yield Conflict(("naught.tiles", "zero_optimization.stage"), "tiles need stage 3", "set stage to 3")
+    for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if ours.placement == "pooled" and block and block.device != "none":
+            paths = ("naught.placement", f"zero_optimization.{name}")
+            yield Conflict(paths, f"pooled places every unit by itself, and {name} says where", "keep one of the two")
 
 
 def _offload(config: Config) -> Iterator[Conflict]:
@@ -103,7 +122,9 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         a, b = params.get(low), params.get(high)
         paths = (f"scheduler.params.{low}", f"scheduler.params.{high}")
         if config.auto.isdisjoint(paths) and isinstance(a, int | float) and isinstance(b, int | float) and a > b:
-            yield Conflict(paths, f"{a} is above {high}, {b}", "swap or change them")
+            by_default = low not in config.scheduler.params.model_fields_set
+            shown = f"{low} is {a} by default, which" if by_default else f"{a}"
+            yield Conflict(paths, f"{shown} is above {high}, {b}", f"set {low}" if by_default else "swap or change them")
 
 
 def _clipping(config: Config) -> Iterator[Conflict]:
@@ -118,5 +139,6 @@ def _clipping(config: Config) -> Iterator[Conflict]:
 def _momentum(config: Config) -> Iterator[Conflict]:
     params = config.optimizer.params if config.optimizer else None
     if getattr(params, "nesterov", False) and not getattr(params, "momentum", 0):
-        paths = ("optimizer.params.nesterov", "optimizer.params.momentum", "optimizer.params.dampening")
-        yield Conflict(paths, "needs a momentum above 0", "set momentum")
+        yield Conflict(("optimizer.params.nesterov", "optimizer.params.momentum"), "needs a momentum above 0", "set momentum")
+    elif getattr(params, "nesterov", False) and getattr(params, "dampening", 0):
+        yield Conflict(("optimizer.params.nesterov", "optimizer.params.dampening"), "needs a dampening of 0", "remove dampening")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,19 @@ from pydantic.fields import FieldInfo
 from naught.config.refused import REFUSED
 from naught.config.schema import Block, Config, Key
 
-__all__ = ["Entry", "allowed", "entries", "fields", "key_of", "nearest", "spelled", "takes_auto", "variants"]
+__all__ = [
+    "Entry",
+    "allowed",
+    "entries",
+    "fields",
+    "is_fixed",
+    "key_of",
+    "nearest",
+    "plain_path",
+    "spelled",
+    "takes_auto",
+    "variants",
+]
 
 
 def fields(block: type[Block]) -> dict[str, FieldInfo]:
@@ -66,16 +79,45 @@ def entries(block: type[Block] = Config, path: str = "") -> Iterator[Entry]:
             yield from entries(variant, label)
 
 
+# What people write who come from another tool, and what they mean.
+_SYNONYMS = {
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "batch_size": "train_batch_size",
+    "global_batch_size": "train_batch_size",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "learning_rate": "lr",
+    "zero": "zero_optimization",
+    "max_grad_norm": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "mixed_precision": "bf16",
+    "allgather_size": "allgather_bucket_size",
+}
+
+
 def nearest(block: type[Block], spelling: str, path: str) -> str:
     """The key that an unknown spelling probably means, or where it belongs; "" if nothing is near."""
-    elsewhere = [entry.path for entry in entries() if entry.path.rpartition(".")[2] == spelling or spelling in entry.key.also]
-    if elsewhere:
-        return f"it belongs in {elsewhere[0].rpartition('.')[0] or 'the top level'}"
-    prefix = f"{path}." if path else ""
     here = [*fields(block), *(also for info in fields(block).values() for also in key_of(info).also)]
+    if _SYNONYMS.get(spelling) in here:
+        return f"did you mean {_SYNONYMS[spelling]}?"
+    elsewhere = {
+        plain_path(entry.path) for entry in entries() if entry.path.rpartition(".")[2] == spelling or spelling in entry.key.also
+    }
+    if len(elsewhere) == 1:  # a name that several blocks have, such as enabled, says nothing
+        return f"it belongs in {elsewhere.pop().rpartition('.')[0] or 'the top level'}"
+    prefix = f"{path}." if path else ""
     here += [refused.removeprefix(prefix) for refused in REFUSED if refused.startswith(prefix)]
-    close = get_close_matches(spelling, [name for name in here if "." not in name], n=1, cutoff=0.6)
+    close = get_close_matches(spelling, [name for name in here if "." not in name], n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else ""
+
+
+def plain_path(path: str) -> str:
+    """A path as it stands in a file: without the type that an optimizer or schedule is listed under."""
+    return re.sub(r"\([^)]*\)", "", path)
+
+
+def is_fixed(info: FieldInfo) -> bool:
+    """Whether a key has only one value that is allowed."""
+    return len(_literals(info.annotation)) == 1
 
 
 def allowed(info: FieldInfo) -> str:

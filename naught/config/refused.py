@@ -78,6 +78,8 @@ _OFF_NUMBERS = {
     "zero_optimization.zero_hpz_partition_size": (0, 1),
     "zero_optimization.mics_shard_size": (-1, 0),
     "sequence_parallel_size": (0, 1),
+    "pipeline.stages": (0, 1),
+    "pipeline.activation_checkpoint_interval": (0,),
 }
 _SWITCHES = ("enabled", "deepcompile")
 _SIZES = ("autotp_size", "autoep_size")

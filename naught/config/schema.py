@@ -240,6 +240,7 @@ class Fp16(Block):
     consecutive_hysteresis: Annotated[Flag, Key("a step without overflow restores the forgiveness")] = False
     min_loss_scale: Annotated[Real, Field(gt=0), Key("the adaptive scale never falls below this")] = 1.0
     fused_mode: Annotated[Flag, _idle("there is one implementation")] = True
+    fp16: Annotated[Flag, _idle("enabled decides")] = True
 
 
 class Bf16(Block):
@@ -285,8 +286,10 @@ class AdamParams(_Params):
     betas: Annotated[Betas, Key("decay of the two moments")] = (0.9, 0.999)
     eps: Annotated[Real, Field(ge=0), Key("added to the root of the second moment")] = 1e-8
     adam_w_mode: Annotated[Flag, Key("decoupled weight decay (AdamW) also under the name Adam", also=("adamw_mode",))] = True
-    bias_correction: Annotated[Literal[True], Key("correct the moments for their start at zero")] = True
-    amsgrad: Annotated[Literal[False], Key("not available")] = False
+    bias_correction: Annotated[
+        Literal[True], Key("correct the moments for their start at zero", "torch's kernel always does")
+    ] = True
+    amsgrad: Annotated[Literal[False], Key("a third moment", "it is not available")] = False
     torch_adam: Annotated[Flag, _idle("the update is torch's own kernel")] = False
     fp32_optimizer_states: Annotated[Flag, _idle("states are always 32-bit")] = True
     freeze_step: Annotated[Opaque, _idle("belongs to 1-bit Adam")] = None
