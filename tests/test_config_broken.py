@@ -178,6 +178,28 @@ BROKEN: dict[str, tuple[object, dict[str, str]]] = {
         {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
         {"optimizer.params.bias_correction": "must be true, is false (a boolean); torch's kernel always does"},
     ),
+    "one for true": ({"optimizer": {"type": "Adam", "params": {"bias_correction": 1}}}, {"optimizer.params.bias_correction": "must be true, is 1"}),
+    "old pin with a number": (z(stage=2, cpu_offload=True, cpu_offload_use_pin_memory=5), {f"{Z}.cpu_offload_use_pin_memory": "must be true or false, is 5"}),
+    "old offload beside a wrong new one": (
+        z(stage=2, cpu_offload=True, offload_optimizer=[5]),
+        {f"{Z}.cpu_offload": "remove cpu_offload", f"{Z}.offload_optimizer": "must be an object, is [5]"},
+    ),
+    "old parameter offload beside the new": (
+        z(stage=3, cpu_offload_param=True, offload_param={"device": "cpu"}),
+        {f"{Z}.cpu_offload_param": "remove cpu_offload_param"},
+    ),
+    "a wrong block brings no contradictions": (
+        {"zero_optimization": 3, "naught": {"placement": "pooled"}},
+        {Z: "must be an object, is 3"},
+    ),
+    "a size inside what looks off": (
+        {"tensor_parallel": {"autotp_size": 1, "tensor_parallel": {"tp_size": 4}}},
+        {"tensor_parallel": "no tensor parallelism"},
+    ),
+    "rates of groups downwards": (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [0.1, 0.3], "cycle_max_lr": [0.2, 0.2]}}},
+        {"scheduler.params.cycle_min_lr": "is above cycle_max_lr"},
+    ),
     "a name from another tool": ({"micro_batch_size": 4}, {"micro_batch_size": "did you mean train_micro_batch_size_per_gpu?"}),
     "a name that many blocks have": ({"enabled": True}, {"enabled": "unknown key"}),
     "a rate at the wrong level": ({"optimizer": {"type": "AdamW", "lr": 1}}, {"optimizer.lr": "it belongs in optimizer.params"}),

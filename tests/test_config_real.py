@@ -139,9 +139,13 @@ def test_keys_of_what_is_switched_off_are_said_to_have_no_effect():
 
 
 def test_habits_of_older_tools_load():
+    z3 = {"zero_optimization": {"stage": 3}}
     assert load({"fp32_allreduce": True}).communication_data_type == "fp32"
     assert load({"fp32_allreduce": False}).communication_data_type is None
     assert load({"fp16": {"fp16": True, "enabled": True}}).fp16.enabled
+    assert load({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 5}}}).gradient_clipping == 5
+    assert load({**z3, "naught": {"gradients": "disk", "nvme_path": "auto"}}).auto == {"naught.nvme_path"}
+    assert load('{"//": "one remark", "//": "another", "_x": 1, "_x": 2}') == load({})
     assert load({"pipeline": {"stages": "auto", "activation_checkpoint_interval": 0}})
 
 

@@ -95,20 +95,17 @@ def test_offload_moves_two_bytes_each_way_for_each_parameter_of_the_shard():
     assert found.link_bytes == 4 * numel // ranks
 
 
-mixtures = st.lists(
-    st.builds(
-        lambda numel, repeat, placement, outer: PlacedRun(Run("u", numel, repeat, outer=outer), placement),
-        st.integers(1, 10**6),
-        st.integers(1, 14),
-        placements,
-        st.integers(0, 9).map(lambda draw: draw == 0),
-    ),
-    min_size=1,
-    max_size=4,
-)
+@st.composite
+def mixtures(draw) -> list[PlacedRun]:
+    """Runs of one placement, or of several that split everything, as the pool has them; some below a root."""
+    split = [placement for placement in PLACEMENTS.values() if placement.param.split]
+    choices = st.sampled_from(split) if draw(st.booleans()) else st.just(draw(placements))
+    runs = [Run("u", draw(st.integers(1, 10**6)), draw(st.integers(1, 14))) for _ in range(draw(st.integers(1, 4)))]
+    root = [Run("root", draw(st.integers(1, 10**6)), outer=True)] if draw(st.booleans()) else []
+    return [PlacedRun(run, draw(choices)) for run in [*root, *runs]]
 
 
-@given(mixtures, st.sampled_from([1, 2]))
+@given(mixtures(), st.sampled_from([1, 2]))
 def test_the_working_set_is_that_of_the_whole_model(placed, ranks):
     found = forecast("x", placed, NOTHING, machine_of(ranks), Job())
     whole = whole_working_set(tuple(placed), ranks, Job())
@@ -117,13 +114,13 @@ def test_the_working_set_is_that_of_the_whole_model(placed, ranks):
     assert found.memory[Tier.HOST][Category.BUFFERS] == whole.host_buffers
 
 
-@given(mixtures, st.sampled_from([1, 2]), st.integers(1, 3))
+@given(mixtures(), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_traffic_between_the_tiers_is_what_the_plan_would_move(placed, ranks, accumulation):
     job = Job(accumulation=accumulation)
     found = forecast("x", placed, NOTHING, machine_of(ranks), job)
     units = {f"{at}.{unit}": item for at, item in enumerate(placed) for unit in range(item.run.repeat)}
     shards = {name: pad(item.run.numel, ranks, ALIGN_NUMEL) // ranks for name, item in units.items()}
-    sizes = {name: UnitBytes(0, 0, 0, 0, 0) for name in units}
+    sizes = {name: UnitBytes(1, 1, 1, 1, 1) for name in units}
     where = {name: item.placement for name, item in units.items()}
     outer = [name for name, item in units.items() if item.run.outer]
     inner = [name for name in units if name not in outer]

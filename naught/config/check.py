@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from naught.config import keys
 from naught.config.contradictions import contradictions
-from naught.config.read import Document, Place, Source, read
+from naught.config.read import Document, Source, Spot, dotted, is_remark, read
 from naught.config.refused import REFUSED, REFUSED_OPTIMIZERS, is_off
 from naught.config.schema import OPTIMIZERS, SCHEDULERS, Block, Config, Effect
 from naught.errors import ConfigError, Problem
@@ -52,15 +52,27 @@ def check(source: Source) -> Report:
     walk = _Walk(document)
     built = walk.block(Config, document.values, (), "")
     assert isinstance(built, Config)
-    config = built.model_copy(update={"auto": frozenset(walk.auto)})
+    config = _with_old_clipping(built.model_copy(update={"auto": frozenset(walk.auto)}))
     problems = document.problems + walk.problems
     troubled = {problem.path for problem in problems}
     for paths, what, fix in contradictions(config):
         spellings = [walk.spellings.get(path, path) for path in paths]
-        if troubled.isdisjoint(spellings):
+        if not any(_within(spelling, trouble) for spelling in spellings for trouble in troubled):
             problems.append(Problem(spellings[0], what, walk.line(walk.places.get(paths[0], tuple(paths[0].split(".")))), fix))
     notes = [_note_in_context(note, config) for note in walk.notes]
     return Report(document.source, config, tuple(notes), tuple(sorted(problems, key=lambda problem: problem.line or 0)))
+
+
+def _with_old_clipping(config: Config) -> Config:
+    """The optimizer's max_grad_norm is what gradient_clipping was called."""
+    old = config.optimizer.params.max_grad_norm if config.optimizer else None
+    said = "gradient_clipping" in config.model_fields_set or "gradient_clipping" in config.auto
+    return config if old is None or said else config.model_copy(update={"gradient_clipping": old})
+
+
+def _within(path: str, block: str) -> bool:
+    """Whether a path is a key or lies below it."""
+    return path == block or path.startswith(f"{block}.")
 
 
 _ADAPTIVE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
@@ -88,15 +100,15 @@ class _Walk:
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     auto: set[str] = field(default_factory=set)
-    places: dict[str, Place] = field(default_factory=dict)  # canonical path -> where it stands in the document
+    places: dict[str, Spot] = field(default_factory=dict)  # canonical path -> where it stands in the document
     spellings: dict[str, str] = field(default_factory=dict)  # canonical path -> path as the user wrote it
 
-    def block(self, kind: type[Block], values: Mapping[str, Any], place: Place, path: str) -> Block:
+    def block(self, kind: type[Block], values: Mapping[str, Any], place: Spot, path: str) -> Block:
         """Build one block from its members, with defaults where a member is wrong."""
         members: dict[str, Any] = {}
         for spelling, value in _modern(kind, values, self).items():
             spot = (*place, spelling)
-            if _is_remark(spelling):
+            if is_remark(spelling):
                 continue
             name = keys.spelled(kind, spelling)
             here = f"{path}.{name or spelling}".removeprefix(".")
@@ -107,7 +119,7 @@ class _Walk:
             elif name in members or here in self.auto:
                 self.problem(spot, f"says again what {self.spellings[here].rpartition('.')[2]} says", "remove one")
             else:
-                self.places[here], self.spellings[here] = spot, _dotted(spot)
+                self.places[here], self.spellings[here] = spot, dotted(spot)
                 self._member(kind, name, value, here, members)
         return self._validate(kind, members, place, path)
 
@@ -133,7 +145,7 @@ class _Walk:
         members[name] = value
         self.notes.append(Note(path, key.effect, key.does or key.why))
 
-    def _variant(self, name: str, inner: tuple[type[Block], ...], value: dict[str, Any], spot: Place) -> type[Block] | None:
+    def _variant(self, name: str, inner: tuple[type[Block], ...], value: dict[str, Any], spot: Spot) -> type[Block] | None:
         """The block that an optimizer's or schedule's type names."""
         known = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}.get(name)
         if known is None or len(inner) == 1:
@@ -157,14 +169,14 @@ class _Walk:
         self.problem((*spot, "type"), f"{_shown(wanted)} is not known by name", guess)
         return None
 
-    def _refuse(self, path: str, value: Any, spot: Place) -> None:
+    def _refuse(self, path: str, value: Any, spot: Spot) -> None:
         if is_off(path, value):
             self.notes.append(Note(path, Effect.NONE, f"switched off; {REFUSED[path]}"))
             return
         self.notes.append(Note(path, Effect.REFUSED, REFUSED[path]))
         self.problem(spot, f"is not available: {REFUSED[path]}", "remove it")
 
-    def _validate(self, kind: type[Block], members: dict[str, Any], place: Place, path: str) -> Block:
+    def _validate(self, kind: type[Block], members: dict[str, Any], place: Spot, path: str) -> Block:
         try:
             return kind.model_validate(members)
         except ValidationError as error:
@@ -177,26 +189,18 @@ class _Walk:
             self.problem(self.places.get(here, (*place, name)), what, keys.key_of(info).why if keys.is_fixed(info) else "")
         return kind.model_validate(members)
 
-    def problem(self, spot: Place, what: str, fix: str = "") -> None:
-        self.problems.append(Problem(_dotted(spot), what, self.line(spot), fix))
+    def problem(self, spot: Spot, what: str, fix: str = "") -> None:
+        self.problems.append(Problem(dotted(spot), what, self.line(spot), fix))
 
-    def line(self, spot: Place) -> int | None:
+    def line(self, spot: Spot) -> int | None:
         """The line of a key, or of the nearest block around it that was written."""
         while spot and spot not in self.document.lines:
             spot = spot[:-1]
         return self.document.lines.get(spot)
 
 
-def _is_remark(spelling: str) -> bool:
-    return spelling.startswith(("_", "//", "#", "$")) or spelling in ("comment", "comments")
-
-
 def _choices(inner: tuple[type[Block], ...]) -> str:
     return "choose " + ", ".join(str(variant.model_fields["type"].default) for variant in inner)
-
-
-def _dotted(spot: Place) -> str:
-    return ".".join(str(part) for part in spot)[:300]
 
 
 def _shown(value: Any) -> str:
@@ -220,6 +224,7 @@ OLD_NAMES = {
     "cpu_offload_use_pin_memory": "pin_memory of both",
     "fp32_allreduce": 'communication_data_type: "fp32"',
 }
+_OLD_PIN = "cpu_offload_use_pin_memory"
 _OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
@@ -232,8 +237,12 @@ def _modern(kind: type[Block], values: Mapping[str, Any], walk: _Walk) -> Mappin
         return {**values, "zero_optimization": {"stage": int(values["zero_optimization"])}}
     if "stage" not in keys.fields(kind):
         return values
-    modern = {key: value for key, value in values.items() if key not in (*_OLD_OFFLOADS, "cpu_offload_use_pin_memory")}
-    pinned = values.get("cpu_offload_use_pin_memory")
+    modern = {key: value for key, value in values.items() if key not in (*_OLD_OFFLOADS, _OLD_PIN)}
+    pinned = values.get(_OLD_PIN)
+    if pinned is not None and not isinstance(pinned, bool):
+        walk.problem(("zero_optimization", _OLD_PIN), f"must be true or false, is {_shown(pinned)}")
+    elif pinned is not None:
+        walk.notes.append(Note(f"zero_optimization.{_OLD_PIN}", Effect.HONOURED, f"the old name of {OLD_NAMES[_OLD_PIN]}"))
     for old, new in _OLD_OFFLOADS.items():
         asked = values.get(old)
         spot = ("zero_optimization", old)
@@ -241,12 +250,12 @@ def _modern(kind: type[Block], values: Mapping[str, Any], walk: _Walk) -> Mappin
             continue
         if not isinstance(asked, bool):
             walk.problem(spot, f"must be true or false, is {_shown(asked)}")
-        elif asked and isinstance(values.get(new), dict):
-            walk.problem(spot, f"says again what {new} says", "remove cpu_offload, which is the old name")
+        elif asked and values.get(new) is not None:
+            walk.problem(spot, f"says again what {new} says", f"remove {old}, which is the old name")
         else:
             walk.notes.append(Note(f"zero_optimization.{old}", Effect.HONOURED, f"the old name of {new}"))
             if asked:
-                modern[new] = {"device": "cpu"} | ({} if pinned is None else {"pin_memory": pinned})
+                modern[new] = {"device": "cpu"} | ({"pin_memory": pinned} if isinstance(pinned, bool) else {})
                 if spot in walk.document.lines:
                     walk.document.lines.setdefault(("zero_optimization", new), walk.document.lines[spot])
     return modern

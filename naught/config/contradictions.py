@@ -72,7 +72,7 @@ def _offload(config: Config) -> Iterator[Conflict]:
     if config.naught.gradients in ("host", "disk") and zero.stage < 2 and known_stage:
         paths = ("naught.gradients", "zero_optimization.stage")
         yield Conflict(paths, f"whole gradients (stage {zero.stage}) cannot leave the device", "set stage to 2 or 3")
-    if config.naught.gradients == "disk" and not _disk_path(config):
+    if config.naught.gradients == "disk" and not _disk_path(config) and "naught.nvme_path" not in config.auto:
         yield Conflict(("naught.gradients", "naught.nvme_path"), "is disk, but no nvme_path is set", "set naught.nvme_path")
 
 
@@ -121,10 +121,16 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     for low, high in _ORDERED:
         a, b = params.get(low), params.get(high)
         paths = (f"scheduler.params.{low}", f"scheduler.params.{high}")
-        if config.auto.isdisjoint(paths) and isinstance(a, int | float) and isinstance(b, int | float) and a > b:
+        if config.auto.isdisjoint(paths) and _is_above(a, b):
             by_default = low not in config.scheduler.params.model_fields_set
             shown = f"{low} is {a} by default, which" if by_default else f"{a}"
             yield Conflict(paths, f"{shown} is above {high}, {b}", f"set {low}" if by_default else "swap or change them")
+
+
+def _is_above(low: Any, high: Any) -> bool:
+    """Whether a value, or one of several for parameter groups, is above its upper end."""
+    lows, highs = (value if isinstance(value, tuple) else (value,) for value in (low, high))
+    return any(a is not None and b is not None and a > b for a, b in zip(lows, highs, strict=False))
 
 
 def _clipping(config: Config) -> Iterator[Conflict]:

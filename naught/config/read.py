@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 from naught.errors import ConfigError, Problem
 
-__all__ = ["Document", "Place", "Source", "read"]
+__all__ = ["Document", "Source", "Spot", "dotted", "is_remark", "read"]
 
 Source = Mapping[str, Any] | str | Path | bytes
-Place = tuple[str | int, ...]
+Spot = tuple[str | int, ...]
 
 _MOST_BYTES = 2**20
 _MOST_DEPTH = 32
@@ -33,7 +33,7 @@ class Document:
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
-    lines: dict[Place, int] = field(default_factory=dict)
+    lines: dict[Spot, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -101,17 +101,17 @@ def _refuse(source: str, what: str, fix: str = "") -> NoReturn:
 _REJECTED = object()
 
 
-def _copy(value: Any, document: Document, place: Place) -> Any:
+def _copy(value: Any, document: Document, place: Spot) -> Any:
     """A caller's value as JSON has it; what JSON does not have is a problem, and left out."""
     if len(place) > _MOST_DEPTH:
-        _refuse(document.source, f"is nested more than {_MOST_DEPTH} deep at {_dotted(place[:4])}...")
+        _refuse(document.source, f"is nested more than {_MOST_DEPTH} deep at {dotted(place[:4])}...")
     if isinstance(value, Mapping):
         copied = {}
         for key, member in value.items():
             if isinstance(key, str) and _printable(key):
                 copied[key] = _copy(member, document, (*place, key))
             else:
-                document.problems.append(Problem(_dotted(place), f"key {key!r:.80} must be a string"))
+                document.problems.append(Problem(dotted(place), f"key {key!r:.80} must be a string"))
         return {key: member for key, member in copied.items() if member is not _REJECTED}
     if isinstance(value, list | tuple):
         members = [_copy(member, document, (*place, at)) for at, member in enumerate(value)]
@@ -122,7 +122,7 @@ def _copy(value: Any, document: Document, place: Place) -> Any:
         return value.item()  # a script's np.int64 is a number to its author
     if value is None or type(value) in (bool, int, float) or (type(value) is str and _printable(value)):
         return value
-    document.problems.append(Problem(_dotted(place), f"a {type(value).__name__} has no place in a configuration"))
+    document.problems.append(Problem(dotted(place), f"a {type(value).__name__} has no place in a configuration"))
     return _REJECTED
 
 
@@ -130,8 +130,9 @@ def _printable(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _dotted(place: Place) -> str:
-    return ".".join(map(str, place))
+def dotted(spot: Spot) -> str:
+    """A place in a document as people write it."""
+    return ".".join(map(str, spot))[:300]
 
 
 # --- JSON with comments -----------------------------------------------------------------------------------------------
@@ -168,6 +169,11 @@ def _parse(text: str, source: str) -> Document:
     return document
 
 
+def is_remark(key: str) -> bool:
+    """Whether a key is there for people only."""
+    return key.startswith(("_", "//", "#", "$")) or key in ("comment", "comments")
+
+
 class _Parser:
     """A reader of JSON that keeps lines and notices keys that stand twice."""
 
@@ -175,7 +181,7 @@ class _Parser:
         self.text, self.document, self.at = text, document, 0
         self.line_ends = [match.start() for match in re.finditer("\n", text)]
 
-    def value(self, place: Place) -> Any:
+    def value(self, place: Spot) -> Any:
         self.skip()
         if len(place) > _MOST_DEPTH:
             self.fail(f"nested more than {_MOST_DEPTH} deep")
@@ -188,7 +194,7 @@ class _Parser:
             return self._string()
         return self._atom()
 
-    def _object(self, place: Place) -> dict[str, Any]:
+    def _object(self, place: Spot) -> dict[str, Any]:
         members: dict[str, Any] = {}
         self.at += 1
         while not self._closes("}"):
@@ -201,16 +207,16 @@ class _Parser:
                 self.fail(f'":" is due after "{key[:40]}"')
             self.at += 1
             member = self.value(spot)
-            if key in members:
+            if key in members and not is_remark(key):
                 first = self.document.lines[spot]
                 what = f"appears twice (lines {first} and {line})" if first != line else "appears twice"
-                self.document.problems.append(Problem(_dotted(spot), what, line, "remove one"))
+                self.document.problems.append(Problem(dotted(spot), what, line, "remove one"))
             members[key] = member
             self.document.lines[spot] = line
             self._comma("}")
         return members
 
-    def _array(self, place: Place) -> list[Any]:
+    def _array(self, place: Spot) -> list[Any]:
         members: list[Any] = []
         self.at += 1
         while not self._closes("]"):

@@ -82,19 +82,19 @@ _OFF_NUMBERS = {
     "pipeline.activation_checkpoint_interval": (0,),
 }
 _SWITCHES = ("enabled", "deepcompile")
-_SIZES = ("autotp_size", "autoep_size")
+_SIZES = ("autotp_size", "autoep_size", "tp_size", "tp_grain_size")
 
 
 def is_off(path: str, value: Any) -> bool:
-    """Whether a refused key's value asks for nothing."""
+    """Whether a refused key's value asks for nothing: no switch on, no size above one, or nothing said at all."""
     if isinstance(value, dict):
-        if any(key in value for key in (*_SWITCHES, *_SIZES)):
-            return all(value.get(key) in (None, False) for key in _SWITCHES) and all(
-                value.get(key) in (None, 0, 1) and not isinstance(value.get(key), bool) for key in _SIZES
-            )
+        switches = [value[key] for key in _SWITCHES if key in value]
+        if switches:
+            return all(switch is None or switch is False for switch in switches)
         return all(is_off(f"{path}.{key}", member) for key, member in value.items())
     if isinstance(value, list):
         return not value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return value in _OFF_NUMBERS.get(path, ())
+        name = path.rpartition(".")[2]
+        return value in _OFF_NUMBERS.get(path, (0, 1) if name in _SIZES else ())
     return any(value is off or (isinstance(off, str) and value == off) for off in _OFF)

@@ -56,6 +56,13 @@ def _real(value: Any) -> float:
     return float(value)
 
 
+def _flag(value: Any) -> bool:
+    """Python's 1 equals True; JSON's does not."""
+    if not isinstance(value, bool):
+        raise ValueError("not true or false")
+    return value
+
+
 def _steps(value: Any) -> Any:
     """Hugging Face passes infinity to mean never."""
     return None if isinstance(value, float) and value == math.inf else value
@@ -287,9 +294,9 @@ class AdamParams(_Params):
     eps: Annotated[Real, Field(ge=0), Key("added to the root of the second moment")] = 1e-8
     adam_w_mode: Annotated[Flag, Key("decoupled weight decay (AdamW) also under the name Adam", also=("adamw_mode",))] = True
     bias_correction: Annotated[
-        Literal[True], Key("correct the moments for their start at zero", "torch's kernel always does")
+        Literal[True], BeforeValidator(_flag), Key("correct the moments for their start at zero", "torch's kernel always does")
     ] = True
-    amsgrad: Annotated[Literal[False], Key("a third moment", "it is not available")] = False
+    amsgrad: Annotated[Literal[False], BeforeValidator(_flag), Key("a third moment", "it is not available")] = False
     torch_adam: Annotated[Flag, _idle("the update is torch's own kernel")] = False
     fp32_optimizer_states: Annotated[Flag, _idle("states are always 32-bit")] = True
     freeze_step: Annotated[Opaque, _idle("belongs to 1-bit Adam")] = None
