@@ -94,6 +94,12 @@ def test_auto_parses_and_is_filled_by_whoever_starts_the_run():
         fill(config, {"optimizer.params.lr": -1})
 
 
+def test_auto_contradicts_nothing():
+    for low, high in ((1.0, "auto"), ("auto", 1e-9)):
+        assert load({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": low, "warmup_max_lr": high}}}).auto
+    assert load({"zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}}}).auto
+
+
 def test_auto_is_a_value_of_its_own_where_the_schema_says_so():
     config = load({"data_types": {"keep_in_fp32_modules": "auto"}})
     assert config.data_types.keep_in_fp32_modules == "auto"
