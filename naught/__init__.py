@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from naught.advice import Advice, advise
     from naught.config import Config
     from naught.config import load as load_config
-    from naught.errors import ConfigError, ModelError, NaughtError, PlacementError, PlanError, UsageError
+    from naught.engine import Engine, initialize
+    from naught.errors import ConfigError, ModelError, NaughtError, PlacementError, PlanError, ScheduleError, UsageError
     from naught.estimate import Job
     from naught.formulas import recipe
     from naught.machine import Machine, detect
@@ -26,16 +27,19 @@ __all__ = [
     "Advice",
     "Config",
     "ConfigError",
+    "Engine",
     "Job",
     "Machine",
     "ModelError",
     "NaughtError",
     "PlacementError",
     "PlanError",
+    "ScheduleError",
     "UsageError",
     "__version__",
     "advise",
     "detect",
+    "initialize",
     "load_config",
     "parse_model",
     "plan_for",
@@ -47,15 +51,18 @@ _HOMES = {
     "Advice": "advice",
     "Config": "config",
     "ConfigError": "errors",
+    "Engine": "engine",
     "Job": "estimate",
     "Machine": "machine",
     "ModelError": "errors",
     "NaughtError": "errors",
     "PlacementError": "errors",
     "PlanError": "errors",
+    "ScheduleError": "errors",
     "UsageError": "errors",
     "advise": "advice",
     "detect": "machine",
+    "initialize": "engine",
     "load_config": "config",
     "parse_model": "shapes",
     "plan_for": "modules",

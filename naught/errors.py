@@ -5,7 +5,8 @@
     ├── ConfigError       a configuration with problems: all of them at once
     ├── PlacementError    a placement in which some rank would miss what it needs
     ├── ModelError        a model that cannot be described, split or planned
-    └── PlanError         a record that no plan can serve
+    ├── PlanError         a record that no plan can serve
+    └── ScheduleError     ranks that run different modules and cannot go on
 
 A message has three parts: what is wrong, where, and what to do. `assert` is for what cannot happen.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ConfigError", "ModelError", "NaughtError", "PlacementError", "PlanError", "Problem", "UsageError"]
+__all__ = ["ConfigError", "ModelError", "NaughtError", "PlacementError", "PlanError", "Problem", "ScheduleError", "UsageError"]
 
 
 class NaughtError(Exception):
@@ -50,6 +51,10 @@ class ModelError(NaughtError):
 
 class PlanError(NaughtError):
     """A record that no plan can serve."""
+
+
+class ScheduleError(NaughtError):
+    """Ranks that run different modules and cannot go on."""
 
 
 @dataclass(frozen=True)

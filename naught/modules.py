@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from naught.advice import Advice, advise
+from naught.describe import describe
 from naught.errors import ModelError, UsageError
 from naught.estimate import Job
 from naught.machine import Machine, detect
 from naught.shapes import Model, Run
-from naught.trace import describe, trace_activations
+from naught.trace import trace_activations
 from naught.units import UnitRules, UnitSpec, find_units
 
 __all__ = ["model_of", "plan_for"]

@@ -17,42 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from naught.describe import describe
 from naught.errors import ModelError
 from naught.estimate import ActivationBytes
-from naught.units import Node, Param, UnitRules, UnitSpec, find_units
+from naught.units import UnitRules, UnitSpec, find_units
 
-__all__ = ["describe", "trace_activations"]
-
-
-def describe(module: nn.Module) -> Node:
-    """A module tree as plain data; a parameter under two names has one key."""
-    keys: dict[int, int] = {}
-
-    def visit(inner: nn.Module, name: str) -> Node:
-        own = [
-            Param(
-                f"{name}.{short}".removeprefix("."),
-                _shape(param, f"{name}.{short}".removeprefix(".")),
-                str(param.dtype).removeprefix("torch."),
-                param.requires_grad,
-                keys.setdefault(id(param), len(keys)),
-            )
-            for short, param in inner.named_parameters(recurse=False)
-        ]
-        children = [visit(child, f"{name}.{short}".removeprefix(".")) for short, child in inner.named_children()]
-        return Node(name, type(inner).__qualname__, tuple(own), tuple(children))
-
-    return visit(module, "")
-
-
-def _shape(param: nn.Parameter, name: str) -> tuple[int, ...]:
-    if is_lazy(param):
-        raise ModelError(f'parameter "{name}" has no shape yet', fix="call the lazy module once with real inputs first")
-    return tuple(param.shape)
+__all__ = ["trace_activations"]
 
 
 def trace_activations(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,15 @@ LAYERS = [
     ["advice", "showing"],
     ["config.read", "config.refused", "config.schema", "config.keys", "config.contradictions", "config.check"],
     ["config.batch", "config.placing", "config.schema_json", "config.starters", "config"],
-    ["trace", "modules"],
+    ["describe", "trace", "modules"],
+    ["comm", "flat"],
+    ["gradients", "rules", "unit"],
+    ["schedule", "hooks"],
+    ["engine"],
     ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli", "__main__"],
 ]
 ORDER = [name for row in LAYERS for name in row]
-TORCH_ALLOWED = {"trace", "modules"}
+TORCH_ALLOWED = {"describe", "trace", "modules", "comm", "flat", "gradients", "rules", "unit", "schedule", "hooks", "engine"}
 
 
 def modules() -> list[str]:
@@ -66,6 +71,13 @@ def test_imports_go_up_the_layers_only(name):
 @pytest.mark.parametrize("name", [name for name in ORDER if name not in TORCH_ALLOWED])
 def test_only_the_modules_for_modules_import_torch(name):
     assert not any(full.split(".")[0] == "torch" for full in imported(name))
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_only_comm_calls_torch_distributed_and_only_hooks_touch_autograds_hooks(name):
+    text = path_of(name).read_text(encoding="utf-8")
+    assert name == "comm" or "torch.distributed" not in text
+    assert name == "hooks" or not re.search(r"register_\w*hook", text)
 
 
 @pytest.mark.parametrize("name", ORDER)

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from naught.describe import describe
 from naught.errors import ModelError, UsageError
 from naught.estimate import Job
 from naught.formulas import recipe
 from naught.machine import GPUS, Machine
 from naught.modules import model_of, plan_for
 from naught.placement import Tier
-from naught.trace import describe, trace_activations
+from naught.trace import trace_activations
 from naught.units import find_units
 
 

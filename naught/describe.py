@@ -1,0 +1,38 @@
+"""Describe: a module tree as plain data, for everything that need not see a module."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from naught.errors import ModelError
+from naught.units import Node, Param
+
+__all__ = ["describe"]
+
+
+def describe(module: nn.Module) -> Node:
+    """A module tree as plain data; a parameter under two names has one key."""
+    keys: dict[int, int] = {}
+
+    def visit(inner: nn.Module, name: str) -> Node:
+        own = [
+            Param(
+                f"{name}.{short}".removeprefix("."),
+                _shape(param, f"{name}.{short}".removeprefix(".")),
+                str(param.dtype).removeprefix("torch."),
+                param.requires_grad,
+                keys.setdefault(id(param), len(keys)),
+            )
+            for short, param in inner.named_parameters(recurse=False)
+        ]
+        children = [visit(child, f"{name}.{short}".removeprefix(".")) for short, child in inner.named_children()]
+        return Node(name, type(inner).__qualname__, tuple(own), tuple(children))
+
+    return visit(module, "")
+
+
+def _shape(param: nn.Parameter, name: str) -> tuple[int, ...]:
+    if is_lazy(param):
+        raise ModelError(f'parameter "{name}" has no shape yet', fix="call the lazy module once with real inputs first")
+    return tuple(param.shape)

@@ -1,0 +1,454 @@
+"""The engine as its users treat it: what it moves and holds, in what order, and what happens when things go wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from menagerie import MODELS, WIDTH, Plain, batch_of, my_rank
+from torch import nn
+from training import config_of, digest, digest_of_weights
+from workers import WorkerError, World
+
+import naught
+from naught.engine import initialize
+from naught.errors import ModelError, UsageError
+from naught.plan import Buffer, Pass, simulate
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    world = World(2)
+    yield world
+    world.stop()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As many as the workers have: a matrix product rounds by its number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def start(stage: int, name: str = "plain", **options):
+    torch.manual_seed(0)
+    return initialize(model=MODELS[name](), config=config_of(stage, **options))[0]
+
+
+def take_steps(engine, steps: int = 1, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(batch_of(step, my_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+# --- what is moved and held -------------------------------------------------------------------------------------------
+
+
+def volume(stage: int) -> tuple[int, int, int, int, int]:
+    engine = start(stage)
+    take_steps(engine, 2)
+    ledger = engine.schedule.group.ledger
+    before = {name: ledger.total(name) for name in ("all-gather", "reduce-scatter")}
+    take_steps(engine, 1, first=2)
+    whole = sum(segment.weights.nbytes for unit in engine.schedule.units.values() for segment in unit.segments)
+    last = list(engine.schedule.units.values())[-1].sizes().weights
+    root = engine.schedule.units[""].sizes().weights
+    moved = {name: ledger.total(name) - before[name] for name in before}
+    engine.destroy()
+    return moved["all-gather"], moved["reduce-scatter"], whole, last, root
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(0, 1), (1, 1), (2, 1), (3, 2)])
+def test_a_step_sends_what_the_papers_say_with_the_exact_factor(two, stage, gathers):
+    for gathered, reduced, whole, last, root in two.run(volume, stage):
+        assert reduced == whole // 2
+        kept = last + root if stage == 3 else 0  # the plan keeps the last unit and the root between forward and backward
+        assert gathered == (gathers * whole - kept) // 2
+
+
+def held(stage: int) -> tuple[dict, dict, int]:
+    engine = start(stage)
+    take_steps(engine, 2)
+    engine.meter.peak.clear()
+    take_steps(engine, 1, first=2)
+    report = engine.report()
+    units = engine.schedule.units
+    whole = sum(segment.weights.nbytes for unit in units.values() for segment in unit.segments)
+    plan = engine.schedule.plans[True, Pass()]
+    sizes = {name: unit.sizes() for name, unit in units.items()}
+    peaks = simulate(plan.steps, {name: unit.placement for name, unit in units.items()}, sizes)
+    planned = {buffer.value: nbytes for buffer, nbytes in peaks.buffers.items()}
+    measured = {name: report["peak"].get(name, 0) for name in planned}
+    engine.destroy()
+    return report["after"], {name: (planned[name], measured[name]) for name in planned}, whole
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_after_each_phase_are_whole_or_split_as_the_stage_says(two, stage):
+    splits = [(0, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 1)][stage]
+    for after, _, whole in two.run(held, stage):
+        weights, grads, states = (
+            size // (2 if split else 1) for size, split in zip((whole, whole, 2 * whole), splits, strict=True)
+        )
+        for phase, gradients in (("forward", 0), ("backward", grads), ("step", 0)):
+            cells = after[phase]
+            found = cells.get(Buffer.WHOLE_GRADS, 0) + cells.get(Buffer.OWNED_GRADS, 0) + cells.get(Buffer.GRAD_FLATS, 0)
+            assert (cells["weights"], found, cells["states"]) == (weights, gradients, states)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_planned_peaks_are_the_measured_ones_to_the_byte(two, stage):
+    for _, peaks, _ in two.run(held, stage):
+        for name in (Buffer.GATHERED, Buffer.GRAD_FLATS, Buffer.WHOLE_GRADS, Buffer.OWNED_GRADS, Buffer.SCRATCH):
+            planned, measured = peaks[name]
+            assert planned == measured, name
+
+
+def log_of(stage: int, name: str) -> list[tuple[str, str, str]]:
+    engine = start(stage, name)
+    take_steps(engine, 4)
+    log = [tuple(map(str, step)) for step in engine.schedule.log if step.verb in ("gather", "reduce")]
+    engine.destroy()
+    return log
+
+
+@pytest.mark.parametrize("name", ["plain", "checkpoint_reentrant", "block_skipped_on_one_rank", "experts_by_rank_and_batch"])
+def test_every_rank_issues_the_same_collectives_in_the_same_order(two, name):
+    for stage in (1, 3):
+        one, other = two.run(log_of, stage, name)
+        assert one == other
+        assert one
+
+
+def prefetches() -> list[str]:
+    engine = start(3)
+    take_steps(engine, 3)
+    plan = engine.schedule.plans[True, Pass()]
+    engine.destroy()
+    return [f"{step.verb} {step.unit}" for step in plan.steps if step.verb in ("gather", "use") and step.unit]
+
+
+def test_the_next_block_is_gathered_before_this_one_is_used(two):
+    order = two.run(prefetches)[0]
+    assert order.index("gather blocks.1") < order.index("use blocks.0")
+    assert order.index("gather blocks.2") < order.index("use blocks.1")
+
+
+# --- ways to train ----------------------------------------------------------------------------------------------------
+
+
+def plain_calls(stage: int) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    engine, optimizer, *_ = initialize(model=MODELS["plain"](), config=config_of(stage))
+    losses = []
+    for step in range(3):
+        loss = engine(batch_of(step, my_rank()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, digest_of_weights(engine)
+
+
+def engine_calls(stage: int) -> tuple[list[float], str]:
+    engine = start(stage)
+    return take_steps(engine, 3), digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_plain_backward_and_optimizer_step_do_the_same(two, stage):
+    assert two.run(plain_calls, stage) == two.run(engine_calls, stage)
+
+
+def two_backwards(stage: int, *, unsynced: bool) -> str:
+    """Two losses before one step: as good as their sum."""
+    from contextlib import nullcontext
+
+    engine = start(stage)
+    for step in range(2):
+        with engine.no_sync() if unsynced else nullcontext():
+            engine(batch_of(2 * step, my_rank())).backward()
+        engine(batch_of(2 * step + 1, my_rank())).backward()
+        engine.optimizer.step()
+    return digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("unsynced", [False, True])
+def test_several_backwards_before_a_step_add_up_at_every_stage(two, unsynced):
+    found = [two.run(two_backwards, stage, unsynced=unsynced)[0] for stage in range(4)]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+
+
+def two_forwards(stage: int) -> str:
+    engine = start(stage)
+    for step in range(3):
+        loss = engine(batch_of(2 * step, my_rank())) + engine(batch_of(2 * step + 1, my_rank()))
+        engine.backward(loss)
+        engine.step()
+    return digest_of_weights(engine)
+
+
+def test_two_forwards_before_one_backward(two):
+    found = [two.run(two_forwards, stage)[0] for stage in range(4)]
+    assert len(set(found)) == 1
+
+
+def evaluates_between(stage: int) -> tuple[list[float], str]:
+    engine = start(stage)
+    losses = []
+    for step in range(3):
+        losses += take_steps(engine, 1, first=step)
+        engine.eval()
+        with torch.no_grad():
+            for batch in range(2):
+                losses.append(engine(batch_of(90 + batch, my_rank())).item())
+            losses.append(float(engine.module.head(engine.module.norm(engine.module.tok(batch_of(99, 0)))).sum()))
+        engine.train()
+    return losses, digest_of_weights(engine)
+
+
+def test_evaluation_and_calls_of_parts_between_steps_change_nothing(two):
+    found = [two.run(evaluates_between, stage) for stage in range(4)]
+    assert all(run == found[0] for run in found)
+    assert found[0][0][1] == two.run(engine_calls, 0)[0][1]
+
+
+def two_engines(stage: int) -> tuple[list[float], list[float]]:
+    one, other = start(stage), start(3 - stage, "tied")
+    losses: tuple[list[float], list[float]] = ([], [])
+    for step in range(3):
+        losses[0].extend(take_steps(one, 1, first=step))
+        losses[1].extend(take_steps(other, 1, first=step))
+    return losses
+
+
+def test_two_engines_live_beside_each_other(two):
+    both = two.run(two_engines, 3)
+    assert both[0][0] == two.run(engine_calls, 3)[0][0]
+    assert both[0] == two.run(two_engines, 0)[0]
+
+
+def changing_rate(stage: int) -> str:
+    engine = start(stage)
+    for step in range(3):
+        engine.optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        take_steps(engine, 1, first=step)
+    return digest_of_weights(engine)
+
+
+def test_the_learning_rate_can_be_changed_between_steps(two):
+    assert len({two.run(changing_rate, stage)[0] for stage in range(4)} | {two.run(engine_calls, 0)[0][1]}) == 2
+
+
+def compiled_blocks(stage: int) -> list[float]:
+    import warnings
+
+    torch.manual_seed(0)
+    model = MODELS["plain"]()
+    engine = initialize(model=model, config=config_of(stage))[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, backend="eager")
+        return take_steps(engine, 3)
+
+
+def test_a_users_own_compile_of_the_blocks(two):
+    assert two.run(compiled_blocks, 3)[0] == pytest.approx(two.run(engine_calls, 3)[0][0], rel=1e-5)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class Faulty(Plain):
+    fault = ""
+
+    def body(self, x):
+        x = self.blocks[0](x)
+        if self.fault == "forward":
+            raise ValueError("bad batch")
+        if self.fault == "backward":
+            x.register_hook(lambda _: (_ for _ in ()).throw(ValueError("bad gradient")))
+        return self.blocks[2](self.blocks[1](x))
+
+
+def survives(stage: int, fault: str) -> tuple[list[float], str, dict]:
+    torch.manual_seed(0)
+    model = Faulty()
+    engine = initialize(model=model, config=config_of(stage))[0]
+    losses = take_steps(engine, 2)
+    model.fault = fault
+    if fault:
+        with pytest.raises(ValueError, match="bad"):
+            engine.backward(engine(batch_of(50, my_rank())))
+        model.fault = ""
+    losses += take_steps(engine, 2, first=2)
+    live = {name: nbytes for name, nbytes in engine.report()["live"].items() if nbytes}
+    return losses, digest_of_weights(engine), live
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+def test_an_exception_in_the_middle_of_a_pass_leaves_the_engine_as_it_was(two, stage, fault):
+    assert two.run(survives, stage, fault) == two.run(survives, stage, "")
+
+
+def poisoned(stage: int) -> tuple[str, str, int, str]:
+    engine = start(stage, clip=0.5)
+    take_steps(engine, 2)
+    before = digest_of_weights(engine)
+    loss = engine(batch_of(2, my_rank()))
+    engine.backward(loss * (float("nan") if my_rank() == 1 else 1.0))
+    engine.step()
+    after = digest_of_weights(engine)
+    take_steps(engine, 1, first=3)
+    return before, after, engine.skipped_steps, digest_of_weights(engine)
+
+
+def unpoisoned(stage: int) -> str:
+    engine = start(stage, clip=0.5)
+    take_steps(engine, 2)
+    take_steps(engine, 1, first=3)
+    return digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(two, stage):
+    for before, after, skipped, later in two.run(poisoned, stage):
+        assert before == after
+        assert skipped == 1
+        assert later == two.run(unpoisoned, stage)[0]
+
+
+class Wayward(Plain):
+    """From the third pass on, one rank turns the order of two blocks around."""
+
+    passes = 0
+
+    def body(self, x):
+        self.passes += 1
+        order = [0, 2, 1] if self.passes > 2 and my_rank() == 1 else [0, 1, 2]
+        for at in order:
+            x = self.blocks[at](x)
+        return x
+
+
+def goes_astray() -> None:
+    torch.manual_seed(0)
+    engine = initialize(model=Wayward(), config=config_of(3))[0]
+    engine.schedule.group.patience_s = 2.0
+    take_steps(engine, 4)
+
+
+def test_a_rank_that_runs_another_order_is_told_which_unit_and_nobody_hangs():
+    world = World(2)
+    try:
+        with pytest.raises(WorkerError, match=r'ScheduleError.*of unit "blocks\.1" is not in the plan'):
+            world.run(goes_astray)
+    finally:
+        world.stop()
+
+
+def changes_together(stage: int) -> list[float]:
+    """All ranks change their order at once: the plan is left and a new one is made."""
+
+    class Changing(Plain):
+        passes = 0
+
+        def body(self, x):
+            self.passes += 1
+            for at in [2, 1, 0] if self.passes > 3 else [0, 1, 2]:
+                x = self.blocks[at](x)
+            return x
+
+    torch.manual_seed(0)
+    return take_steps(initialize(model=Changing(), config=config_of(stage))[0], 7)
+
+
+def test_ranks_that_change_their_order_together_go_on(two):
+    assert two.run(changes_together, 3) == two.run(changes_together, 0)
+
+
+# --- parameters outside of a pass (one process is enough: the path is the same) ---------------------------------------
+
+
+def test_a_released_parameter_reads_as_nan_of_its_true_shape_and_refuses_writes():
+    engine = start(3)
+    param = engine.module.blocks[0].up.weight
+    assert param.shape == (128, WIDTH)
+    assert param.numel() == 128 * WIDTH
+    assert bool(param.isnan().all())
+    with pytest.raises(RuntimeError), torch.no_grad():
+        param.add_(1)
+    with engine.gathered():
+        assert not bool(param.isnan().any())
+    assert bool(param.isnan().all())
+
+
+def test_a_write_to_a_released_parameter_of_one_element_is_noticed():
+    engine = start(3, "uneven_sizes_and_users_hooks")
+    with torch.no_grad():
+        engine.module.blocks[1].gain.fill_(3.0)
+    with pytest.raises(UsageError, match=r'"blocks\.1\.gain" was written to while it was released'):
+        take_steps(engine)
+
+
+def test_memory_shared_with_numpy_is_refused_with_the_remedy():
+    engine = start(3)
+    with pytest.raises(UsageError, match=r"clone\(\)\.numpy\(\)"), engine.gathered():
+        engine.module.blocks[0].up.weight.detach().numpy()
+
+
+def test_destroy_gives_the_model_back_and_leaves_nothing_behind():
+    torch.manual_seed(0)
+    model = MODELS["plain"]()
+    engine = initialize(model=model, config=config_of(3))[0]
+    take_steps(engine, 2)
+    wanted = digest_of_weights(engine)
+    engine.destroy()
+    assert digest(list(model.parameters())) == wanted
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    model(batch_of(0, 0)).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    copy.deepcopy(model)
+    again = initialize(model=model, config=config_of(2))[0]
+    take_steps(again, 1)
+    ghost = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert ghost() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "on the device so far"),
+        ({"bf16": {"enabled": True}}, "fp32 so far"),
+        ({"optimizer": {"type": "Lion"}}, "AdamW and SGD so far"),
+        ({"optimizer": None}, "names no optimizer"),
+        ({"scheduler": {"type": "WarmupLR"}}, "no scheduler so far"),
+    ],
+)
+def test_what_the_engine_cannot_do_yet_it_refuses(changes, words):
+    with pytest.raises(UsageError, match=words):
+        initialize(model=MODELS["plain"](), config=config_of(2) | changes)
+
+
+def test_a_model_without_anything_to_train_is_refused():
+    with pytest.raises(ModelError, match="no parameters to train"):
+        initialize(model=nn.Linear(2, 2).requires_grad_(False), config=config_of(0))
+
+
+def test_the_package_has_the_engine():
+    assert naught.initialize is initialize

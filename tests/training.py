@@ -1,0 +1,109 @@
+"""What a rank does in a parity test: train one of the menagerie and say what came out, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+from menagerie import MODELS, batch_of, my_rank
+from torch import Tensor, nn
+
+from naught.engine import Engine, initialize
+
+HYPER = {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
+
+
+class Outcome(NamedTuple):
+    """A run, as far as it must be reproducible."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: str
+    moments: str
+
+
+def config_of(stage: int, *, accumulation: int = 1, clip: float = 0.0, optimizer: str = "AdamW", **zero: Any) -> dict[str, Any]:
+    params = HYPER if optimizer == "AdamW" else {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "optimizer": {"type": optimizer, "params": params},
+        "zero_optimization": {"stage": stage, **zero},
+    }
+
+
+def train(name: str, stage: int, *, steps: int = 4, accumulation: int = 1, clip: float = 0.0, **options: Any) -> Outcome:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    engine, *_ = initialize(model=model, config=config_of(stage, accumulation=accumulation, clip=clip, **options))
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(accumulation):
+            loss = engine(batch_of(step * accumulation + micro, my_rank()))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    outcome = Outcome(losses, norms, digest_of_weights(engine), digest_of_moments(engine))
+    engine.destroy()
+    return outcome
+
+
+def digest_of_weights(engine: Engine) -> str:
+    with engine.gathered():
+        return digest([param for _, param in engine.module.named_parameters()])
+
+
+def digest_of_moments(engine: Engine) -> str:
+    """The moments of all ranks, whole, in the order of the parameters."""
+    found: list[Tensor] = []
+    for unit in engine.schedule.units.values():
+        for segment in unit.segments:
+            for name in sorted(segment.states):
+                state = segment.states[name]
+                whole = state if not unit.placement.optim.split else engine.schedule.group.exchange(state).flatten()
+                found += [whole[slot.span.start : slot.span.stop] for slot in segment.layout.slots]
+    return digest(found)
+
+
+def digest(tensors: list[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        # A copy: numpy() would pin the storage, and a pinned flat cannot be freed.
+        sha.update(tensor.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return sha.hexdigest()
+
+
+def train_plainly(name: str, world: int, norms: list[float], *, steps: int = 4, clip: float = 0.0) -> tuple[list[float], str]:
+    """One process, plain PyTorch, the batches of all ranks one after the other.
+
+    A norm is a sum of thousands of squares, and its last bit depends on their order; clipping takes the engine's, once
+    it is known to be right.
+    """
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **{**HYPER, "betas": tuple(HYPER["betas"])}, fused=True)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world):
+            loss = model(batch_of(step, rank))
+            (loss / world).backward()
+            losses += [loss.item()] if rank == 0 else []
+        if clip:
+            _clip(trained, clip, norms[step])
+        optimizer.step()
+    return losses, digest(list(model.parameters()))
+
+
+def _clip(params: list[nn.Parameter], most: float, norm: float) -> None:
+    squares = math.fsum(float(param.grad.double().square().sum()) for param in params if param.grad is not None)
+    assert math.isclose(norm, math.sqrt(squares), rel_tol=1e-12)
+    coefficient = min(1.0, most / (norm + 1e-6))
+    for param in params:
+        if param.grad is not None and coefficient != 1.0:
+            param.grad.mul_(coefficient)

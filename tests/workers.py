@@ -1,0 +1,120 @@
+"""Living workers: processes that stay between tests, meet in a file store, and report the first rank that failed.
+
+A rank that says nothing for too long is asked for its stacks, and the whole world is replaced.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 90.0
+
+
+class WorkerError(AssertionError):
+    """A rank failed; the text is its traceback."""
+
+
+class World:
+    """N ranks that run functions together. `run` returns what each rank returned."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((function, args, kwargs))
+        answers = self._answers()
+        failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
+        if failed or len(answers) < self.size:
+            silent = [rank for rank in range(self.size) if rank not in answers]
+            stacks = self._stacks(silent)
+            self.stop()
+            first = next(iter(failed.items()), None)
+            story = f"rank {first[0]} failed:\n{first[1]}" if first else "no rank failed, but some said nothing"
+            raise WorkerError(story + "".join(f"\nrank {rank} said nothing; its stacks:\n{stacks[rank]}" for rank in silent))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.size, self.folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def _answers(self) -> dict[int, tuple[bool, Any]]:
+        """In the order in which ranks answer. Once one has failed, the others have a short while left."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        while len(answers) < self.size:
+            open_pipes = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            for pipe in wait(open_pipes, max(0.0, deadline - time.monotonic())):
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, f"the process died with exit code {self.processes[rank].exitcode}")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 5)
+            if time.monotonic() >= deadline:
+                break
+        return answers
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        assert self.folder is not None
+        for rank in ranks:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3 if ranks else 0)
+        return {rank: Path(self.folder.name, f"stacks{rank}").read_text(encoding="utf-8") for rank in ranks}
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        if self.folder is not None:
+            self.folder.cleanup()
+        self.processes, self.pipes, self.folder = [], [], None
+
+
+def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    stacks = Path(folder, f"stacks{rank}").open("w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if size > 1:
+        store = dist.FileStore(str(Path(folder, "store")), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            sys.exit(0)
+        try:
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
