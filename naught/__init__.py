@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from naught.config import Config
     from naught.config import load as load_config
     from naught.engine import Engine, initialize
-    from naught.errors import ConfigError, ModelError, NaughtError, PlacementError, PlanError, ScheduleError, UsageError
+    from naught.errors import (
+        ConfigError,
+        ModelError,
+        NaughtError,
+        PlacementError,
+        PlanError,
+        RankMismatch,
+        ScheduleError,
+        UsageError,
+    )
     from naught.estimate import Job
     from naught.formulas import recipe
     from naught.machine import Machine, detect
@@ -34,6 +43,7 @@ __all__ = [
     "NaughtError",
     "PlacementError",
     "PlanError",
+    "RankMismatch",
     "ScheduleError",
     "UsageError",
     "__version__",
@@ -58,6 +68,7 @@ _HOMES = {
     "NaughtError": "errors",
     "PlacementError": "errors",
     "PlanError": "errors",
+    "RankMismatch": "errors",
     "ScheduleError": "errors",
     "UsageError": "errors",
     "advise": "advice",

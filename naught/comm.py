@@ -108,6 +108,15 @@ class Group:
         dist.all_gather(rows, values)
         return torch.stack(rows)
 
+    def exchange_texts(self, text: str) -> list[str]:
+        """Every rank's text, in the order of the ranks; as bytes, for nothing that is sent may be code."""
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = self.exchange(torch.tensor([raw.numel()])).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: raw.numel()] = raw
+        rows = self.exchange(padded)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
     def diverge(self, values: Tensor, story: str) -> Tensor:
         """Exchange numbers outside of the order of collectives, which the ranks may have lost: through the store.
 

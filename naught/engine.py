@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import naught
+from naught.agreement import agree, facts_of
 from naught.comm import Group, Ledger
 from naught.config import Batch, Config, Source, derive_batch, load, placement_of
 from naught.describe import describe
@@ -36,6 +38,7 @@ def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, 
     placement = placement_of(loaded)
     _refuse_what_is_not_there_yet(loaded, placement)
     group = Group(Ledger())
+    agree(group, facts_of(model, loaded, naught.__version__))
     batch = derive_batch(loaded, group.size)
     rule, hyper = _rule(loaded)
     meter = Meter()

@@ -6,6 +6,7 @@
     ├── PlacementError    a placement in which some rank would miss what it needs
     ├── ModelError        a model that cannot be described, split or planned
     ├── PlanError         a record that no plan can serve
+    ├── RankMismatch      ranks that were started with different things
     └── ScheduleError     ranks that run different modules and cannot go on
 
 A message has three parts: what is wrong, where, and what to do. `assert` is for what cannot happen.
@@ -16,7 +17,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ConfigError", "ModelError", "NaughtError", "PlacementError", "PlanError", "Problem", "ScheduleError", "UsageError"]
+__all__ = [
+    "ConfigError",
+    "ModelError",
+    "NaughtError",
+    "PlacementError",
+    "PlanError",
+    "Problem",
+    "RankMismatch",
+    "ScheduleError",
+    "UsageError",
+]
 
 
 class NaughtError(Exception):
@@ -51,6 +62,10 @@ class ModelError(NaughtError):
 
 class PlanError(NaughtError):
     """A record that no plan can serve."""
+
+
+class RankMismatch(NaughtError):  # noqa: N818 - it names what is wrong
+    """Ranks that were started with different versions, configurations or models."""
 
 
 class ScheduleError(NaughtError):

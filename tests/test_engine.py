@@ -16,7 +16,7 @@ from workers import WorkerError, World
 
 import naught
 from naught.engine import initialize
-from naught.errors import ModelError, UsageError
+from naught.errors import ModelError, RankMismatch, UsageError
 from naught.plan import Buffer, Pass, simulate
 
 
@@ -329,6 +329,48 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(two, s
         assert before == after
         assert skipped == 1
         assert later == two.run(unpoisoned, stage)[0]
+
+
+def starts_otherwise(what: str) -> str:
+    torch.manual_seed(0)
+    model = MODELS["plain"]()
+    config = config_of(3)
+    if my_rank() == 1:
+        if what == "configuration":
+            config["zero_optimization"]["stage"] = 2
+        elif what == "shape":
+            model.blocks[1].up = nn.Linear(WIDTH, 96)
+        elif what == "trainability":
+            model.norm.requires_grad_(False)
+        elif what == "tie":
+            model.head.weight = model.tok.weight
+        elif what == "name":
+            model.other = model.__dict__["_modules"].pop("head")
+        elif what == "extra":
+            model.extra = nn.Linear(2, 2)
+    with pytest.raises(RankMismatch) as raised:
+        initialize(model=model, config=config)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("configuration", "configuration key zero_optimization.stage: 3 on rank 0, 2 on rank 1"),
+        (
+            "shape",
+            '"blocks.1.up.weight" [128, 64] float32, trained on rank 0, "blocks.1.up.weight" [96, 64] float32, trained on rank 1',
+        ),
+        ("trainability", '"norm.weight" [64] float32, trained on rank 0, "norm.weight" [64] float32, frozen on rank 1'),
+        ("tie", 'tied to "tok.weight" on rank 1'),
+        ("name", '"other.weight" [64, 64] float32, trained on rank 1'),
+        ("extra", 'none on rank 0, "extra.weight" [2, 2] float32, trained on rank 1'),
+    ],
+)
+def test_ranks_that_differ_are_told_so_by_name_on_every_rank(two, what, words):
+    messages = two.run(starts_otherwise, what)
+    assert len(set(messages)) == 1
+    assert words in messages[0]
 
 
 class Wayward(Plain):

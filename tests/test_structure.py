@@ -28,12 +28,25 @@ LAYERS = [
     ["describe", "trace", "modules"],
     ["comm", "flat"],
     ["gradients", "rules", "unit"],
-    ["schedule", "hooks"],
+    ["schedule", "hooks", "agreement"],
     ["engine"],
     ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli", "__main__"],
 ]
 ORDER = [name for row in LAYERS for name in row]
-TORCH_ALLOWED = {"describe", "trace", "modules", "comm", "flat", "gradients", "rules", "unit", "schedule", "hooks", "engine"}
+TORCH_ALLOWED = {
+    "describe",
+    "trace",
+    "modules",
+    "comm",
+    "flat",
+    "gradients",
+    "rules",
+    "unit",
+    "schedule",
+    "hooks",
+    "agreement",
+    "engine",
+}
 
 
 def modules() -> list[str]:
