@@ -73,7 +73,9 @@ def work(options: argparse.Namespace) -> None:
 
 def report(size: str, times: dict[str, list[float]], losses: dict[str, list[float]]) -> None:
     base = next(iter(times))
-    print(f"{size} parameters, 2 gloo ranks, {BATCH} x {LENGTH} tokens, fp32, AdamW; step time as a ratio to {base} in the same round")
+    print(
+        f"{size} parameters, 2 gloo ranks, {BATCH} x {LENGTH} tokens, fp32, AdamW; step time as a ratio to {base} in the same round"
+    )
     for name, found in times.items():
         ratios = [mine / theirs for mine, theirs in zip(found, times[base], strict=True)]
         row = {
@@ -145,7 +147,7 @@ def prepare(name: str, size: str) -> Callable[[int], float]:
     return theirs
 
 
-def make_model(layers: int, width: int, heads: int, vocab: int):  # noqa: ANN201 - torch is imported late
+def make_model(layers: int, width: int, heads: int, vocab: int):
     import torch
     import torch.nn.functional as F  # noqa: N812
     from torch import nn

@@ -94,7 +94,7 @@ def _budgets(config: Config, units: dict[str, Unit]) -> Budgets:
     return Budgets(
         ahead_bytes=largest + max(ahead, largest) if ahead else 0,
         live_bytes=live,
-        reuse_bytes=0,
+        overlap_reduce=zero.overlap_comm is not False,
     )
 
 

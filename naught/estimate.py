@@ -313,6 +313,7 @@ def _one_ahead(outer: Sequence[UnitBytes], inner: Sequence[UnitBytes]) -> Budget
         load_bytes=pair(lambda size: size.weight_shard),
         read_weight_bytes=pair(lambda size: size.weight_shard),
         read_state_bytes=pair(lambda size: size.state_shard),
+        overlap_reduce=True,
     )
 
 

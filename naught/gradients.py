@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from naught.comm import Group
+from naught.comm import Group, Pending
 from naught.flat import Flat, Meter
 from naught.layout import Layout, Span
 from naught.placement import Placement
@@ -28,6 +28,8 @@ class Gradients:
         self.filled = [False] * len(layout.slots)
         self.owned: Tensor | None = None  # a sum that has left the flat
         self.summed = False  # the flat holds a sum, not this rank's part of one
+        self.under_way: Pending | None = None
+        self.late: list[tuple[int, Tensor]] = []  # gradients that came while their flat was under way
 
     @property
     def kept(self) -> slice:
@@ -36,6 +38,9 @@ class Gradients:
 
     def collect(self, index: int, grad: Tensor) -> None:
         """Take up one parameter's gradient."""
+        if self.under_way is not None:
+            self.late.append((index, grad.clone()))
+            return
         if self.summed:  # another backward before the update: what was summed moves aside
             self._set_aside()
         self.open()
@@ -54,19 +59,27 @@ class Gradients:
             for gap in gaps(self.layout):
                 self.flat.tensor[gap.start : gap.stop].zero_()
 
-    def reduce(self, unit: str) -> None:
-        """Sum over the ranks, take the mean, and keep this rank's part. What this rank did not use counts as zero."""
+    def start_reduce(self, unit: str) -> None:
+        """Send every rank its part of these gradients. What this rank did not use counts as zero."""
         if self.summed:
             self._set_aside()
         self.open()
+        flat = self.flat.tensor
         for slot, filled in zip(self.layout.slots, self.filled, strict=True):
             if not filled:
-                self.flat.tensor[slot.span.start : slot.span.stop].zero_()
-        flat = self.flat.tensor
+                flat[slot.span.start : slot.span.stop].zero_()
         scratch = torch.empty(self.layout.numel - self.layout.shard_numel, dtype=flat.dtype, device=flat.device)
         self.meter.change(Buffer.SCRATCH, scratch.nbytes)
-        self.group.reduce(flat, scratch, unit).wait()
-        self.meter.change(Buffer.SCRATCH, -scratch.nbytes)
+        self.under_way = self.group.reduce(flat, scratch, unit)
+
+    def settle(self, unit: str) -> None:
+        """Wait for the sum, take the mean, and keep this rank's part."""
+        if self.under_way is None:
+            return
+        self.under_way.wait()
+        self.under_way = None
+        self.meter.change(Buffer.SCRATCH, -(self.flat.nbytes - self.flat.nbytes // self.group.size))
+        flat = self.flat.tensor
         if self.group.size > 1:
             flat[self.mine].div_(self.group.size)
         if not self.placement.optim.split:
@@ -74,6 +87,9 @@ class Gradients:
         self.summed = True
         if self.placement.grad.split:
             self._set_aside()
+        late, self.late = self.late, []
+        for index, grad in late:
+            self.collect(index, grad)
 
     def _set_aside(self) -> None:
         part = self.flat.tensor[self.kept]
@@ -88,7 +104,7 @@ class Gradients:
     @property
     def open_here(self) -> bool:
         """Whether gradients have been collected that no reduce has seen."""
-        return self.flat.allocated and not self.summed and any(self.filled)
+        return bool(self.late) or (self.flat.allocated and not self.summed and self.under_way is None and any(self.filled))
 
     def sum(self) -> Tensor | None:
         """This rank's part of the summed gradient; None if nothing was reduced."""

@@ -37,6 +37,7 @@ __all__ = [
     "hoist",
     "keep",
     "simulate",
+    "sink",
 ]
 
 # What a step that concerns all units at once has for a unit. No module can have this name.
@@ -67,7 +68,8 @@ class Verb(StrEnum):
     LEAVE = "leave"  # anchor: the module has computed, forward (param) or backward (grad)
     RELEASE = "release"  # a gathered flat is freed
     COLLECT = "collect"  # a flat for this unit's gradients is opened
-    REDUCE = "reduce"  # summed gradients go to their owners
+    REDUCE = "reduce"  # gradients set out for their owners
+    SETTLE = "settle"  # their sum has arrived
     STORE = "store"  # device to host
     NORM = "norm"  # all ranks agree on norm and finiteness
     UPDATE = "update"  # the owner applies the rule
@@ -90,7 +92,7 @@ class UnitBytes:
     grads: int
     grad_shard: int
     state_shard: int
-    # Held for the length of one reduce: the receive side where the backend has no reduce-scatter.
+    # Held from reduce to settle: the receive side where the backend has no reduce-scatter.
     reduce_scratch: int = 0
     trained: bool = True
 
@@ -127,7 +129,7 @@ def compile_plan(events: Sequence[Event], placements: Placements, sizes: Sizes, 
     steps = keep(steps, placements, sizes, budgets)
     for verb in (Verb.READ, Verb.LOAD, Verb.GATHER):
         steps = hoist(steps, verb, placements, sizes, budgets)
-    return Plan(tuple(steps))
+    return Plan(tuple(sink(steps) if budgets.overlap_reduce else steps))
 
 
 # --- from events to steps ---------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class _Expansion:
             on_top = unit in self.reduced or not self.which.first
             if placement.grad.tier is Tier.DISK and on_top:
                 self._add(unit, Kind.GRAD, Verb.READ)
-            self._add(unit, Kind.GRAD, Verb.REDUCE, *_STASH[placement.grad.tier])
+            self._add(unit, Kind.GRAD, Verb.REDUCE, Verb.SETTLE, *_STASH[placement.grad.tier])
             self.reduced.add(unit)
             if self.which.last and self.which.eager and for_good:
                 self._update(unit)
@@ -308,7 +310,7 @@ _LIVES: Mapping[Buffer, _Life] = {
     Buffer.GRAD_FLATS: _Life(
         Tier.DEVICE,
         (Verb.COLLECT, Kind.GRAD),
-        ((Verb.REDUCE, Kind.GRAD),),
+        ((Verb.SETTLE, Kind.GRAD),),
         lambda size: size.grads,
         when=lambda place: place.grad.split,
     ),
@@ -319,10 +321,10 @@ _LIVES: Mapping[Buffer, _Life] = {
         lambda size: size.grads,
         when=lambda place: not place.grad.split,
     ),
-    Buffer.SCRATCH: _Life(Tier.DEVICE, (Verb.REDUCE, Kind.GRAD), ((Verb.REDUCE, Kind.GRAD),), lambda size: size.reduce_scratch),
+    Buffer.SCRATCH: _Life(Tier.DEVICE, (Verb.REDUCE, Kind.GRAD), ((Verb.SETTLE, Kind.GRAD),), lambda size: size.reduce_scratch),
     Buffer.OWNED_GRADS: _Life(
         Tier.DEVICE,
-        (Verb.REDUCE, Kind.GRAD),
+        (Verb.SETTLE, Kind.GRAD),
         ((Verb.STORE, Kind.GRAD), _UPDATED),
         lambda size: size.grad_shard,
         when=lambda place: place.grad.split,
@@ -401,7 +403,7 @@ class Budgets:
 
     `ahead_bytes` counts weights from their gather to their use, so with the sizes of two units the second is gathered
     before the first is used. A released unit is kept instead if no more than `reuse_bytes` are gathered before its next
-    use.
+    use. `overlap_reduce` lets one reduce be under way while the next unit computes.
     """
 
     ahead_bytes: int = 0
@@ -410,6 +412,7 @@ class Budgets:
     read_weight_bytes: int = 0
     read_state_bytes: int = 0
     reuse_bytes: int = 0
+    overlap_reduce: bool = False
 
     def of(self, buffer: Buffer) -> int:
         return {
@@ -449,6 +452,23 @@ def hoist(steps: Sequence[Step], verb: Verb, placements: Placements, sizes: Size
             for buffer in lane:
                 _shift(held[buffer], to, at, needs.get(buffer, 0))
     return moved
+
+
+def sink(steps: Sequence[Step]) -> list[Step]:
+    """Wait for each reduce as late as possible: before the next one, before the norm, or before its sum is needed."""
+    sunk: list[Step] = []
+    waiting: Step | None = None
+    for step in steps:
+        if waiting is not None:
+            needed = step.unit == waiting.unit and step.verb not in (Verb.LEAVE, Verb.RELEASE)
+            if needed or step.verb in (Verb.REDUCE, Verb.NORM, Verb.SETTLE):
+                sunk.append(waiting)
+                waiting = None
+        if step.verb is Verb.SETTLE:
+            waiting = step
+        else:
+            sunk.append(step)
+    return [*sunk, waiting] if waiting is not None else sunk
 
 
 def _may_pass(step: Step, earlier: Step) -> bool:

@@ -80,6 +80,7 @@ class Schedule:
         """Forget a pass that an exception has ended: wait for what is under way, and release."""
         self.current = None
         for unit in self.units.values():
+            unit.settle()
             unit.ready()
             unit.release()
 
@@ -161,6 +162,8 @@ class Schedule:
                 "to something else",
                 fix="all ranks must run the same modules in the same order; a module that some ranks skip is fine",
             )
+        for unit in self.units.values():
+            unit.settle()
         running.plan = None
         self.plans.pop((running.training, running.which), None)
 
@@ -221,5 +224,6 @@ _ACTIONS: dict[Verb, Callable[[Unit], None]] = {
     Verb.USE: Unit.ready,
     Verb.RELEASE: Unit.release,
     Verb.COLLECT: Unit.open_grads,
-    Verb.REDUCE: Unit.reduce,
+    Verb.REDUCE: Unit.start_reduce,
+    Verb.SETTLE: Unit.settle,
 }

@@ -221,13 +221,21 @@ class Unit:
 
     def open_grads(self) -> None:
         for segment in self.segments:
-            if segment.trained and not segment.grads.summed:
+            if segment.trained and not segment.grads.summed and segment.grads.under_way is None:
                 segment.grads.open()
 
-    def reduce(self) -> None:
+    def start_reduce(self) -> None:
         for segment in self.segments:
             if segment.trained:
-                segment.grads.reduce(self.name)
+                segment.grads.start_reduce(self.name)
+
+    def settle(self) -> None:
+        for segment in self.segments:
+            segment.grads.settle(self.name)
+
+    def reduce(self) -> None:
+        self.start_reduce()
+        self.settle()
 
     @property
     def owes(self) -> bool:

@@ -75,7 +75,7 @@ def records(draw) -> list[Event]:
 
 placements = st.fixed_dictionaries({unit: st.sampled_from(EVERY) for unit in UNITS})
 passes = st.builds(Pass, st.booleans(), st.booleans(), st.booleans())
-budgets_of = st.builds(Budgets, *[st.integers(0, 400)] * 6)
+budgets_of = st.builds(Budgets, *[st.integers(0, 400)] * 6, st.booleans())
 
 
 class World:
@@ -92,6 +92,7 @@ class World:
         self.states = {unit: {place.optim.tier} for unit, place in placed.items()}
         self.updated: Counter[str] = Counter()
         self.in_backward: set[str] = set()
+        self.under_way: set[str] = set()
 
     def issue(self, step: Step) -> None:
         verb, kind, unit = step
@@ -132,6 +133,11 @@ class World:
             assert self.sizes[unit].trained
             self.collected.add(unit)
         elif verb is Verb.REDUCE:
+            assert unit not in self.under_way
+            self.under_way.add(unit)
+        elif verb is Verb.SETTLE:
+            assert unit in self.under_way, "nothing to wait for"
+            self.under_way.discard(unit)
             if place.grad.tier is Tier.DISK and Tier.DISK in where:
                 assert Tier.HOST in where, "the sum so far was not read back"
             if not place.grad.split:
@@ -150,6 +156,7 @@ class World:
                 self.gathered.discard(unit)
 
     def at_end(self) -> None:
+        assert not self.under_way
         for unit, place in self.placed.items():
             assert place.param.tier in self.fresh[Kind.PARAM, unit], f"new weights of {unit} are not where they rest"
             assert place.optim.tier in self.states[unit], f"new states of {unit} are not where they rest"
@@ -277,36 +284,38 @@ def words(steps) -> str:
 # Two blocks, no prefetching: what each placement does, step by step.
 GOLDEN = {
     "stage0": (
-        "use.p.b leave.p.b use.p.c leave.p.c collect.g.c use.g.c reduce.g.c leave.g.c collect.g.b use.g.b reduce.g.b "
-        "leave.g.b norm.g.* update.o.b update.o.c"
+        "use.p.b leave.p.b use.p.c leave.p.c collect.g.c use.g.c reduce.g.c settle.g.c leave.g.c collect.g.b use.g.b "
+        "reduce.g.b settle.g.b leave.g.b norm.g.* update.o.b update.o.c"
     ),
     "stage1": (
-        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c leave.g.c collect.g.b "
-        "use.g.b reduce.g.b leave.g.b norm.g.* update.o.b update.o.c"
+        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c settle.g.c leave.g.c "
+        "collect.g.b use.g.b reduce.g.b settle.g.b leave.g.b norm.g.* update.o.b update.o.c"
     ),
     "stage3": (
         "gather.p.b use.p.b release.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c release.p.c "
-        "reduce.g.c leave.g.c gather.p.b collect.g.b use.g.b release.p.b reduce.g.b leave.g.b norm.g.* update.o.b "
-        "update.o.c"
+        "reduce.g.c settle.g.c leave.g.c gather.p.b collect.g.b use.g.b release.p.b reduce.g.b settle.g.b leave.g.b "
+        "norm.g.* update.o.b update.o.c"
     ),
     "stage1-offload": (
-        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c leave.g.c collect.g.b "
-        "use.g.b reduce.g.b leave.g.b norm.g.* store.g.b update.o.b load.p.b store.g.c update.o.c load.p.c"
+        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c settle.g.c leave.g.c "
+        "collect.g.b use.g.b reduce.g.b settle.g.b leave.g.b norm.g.* store.g.b update.o.b load.p.b store.g.c "
+        "update.o.c load.p.c"
     ),
     "stage2-offload": (
-        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c store.g.c leave.g.c "
-        "collect.g.b use.g.b reduce.g.b store.g.b leave.g.b norm.g.* update.o.b load.p.b update.o.c load.p.c"
+        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c settle.g.c store.g.c "
+        "leave.g.c collect.g.b use.g.b reduce.g.b settle.g.b store.g.b leave.g.b norm.g.* update.o.b load.p.b "
+        "update.o.c load.p.c"
     ),
     "infinity-host": (
         "load.p.b gather.p.b use.p.b release.p.b leave.p.b load.p.c gather.p.c use.p.c leave.p.c collect.g.c use.g.c "
-        "release.p.c reduce.g.c store.g.c leave.g.c load.p.b gather.p.b collect.g.b use.g.b release.p.b reduce.g.b "
-        "store.g.b leave.g.b norm.g.* update.o.b update.o.c"
+        "release.p.c reduce.g.c settle.g.c store.g.c leave.g.c load.p.b gather.p.b collect.g.b use.g.b release.p.b "
+        "reduce.g.b settle.g.b store.g.b leave.g.b norm.g.* update.o.b update.o.c"
     ),
     "infinity-disk-all": (
         "read.p.b load.p.b gather.p.b use.p.b release.p.b leave.p.b read.p.c load.p.c gather.p.c use.p.c leave.p.c "
-        "collect.g.c use.g.c release.p.c reduce.g.c store.g.c write.g.c leave.g.c read.p.b load.p.b gather.p.b "
-        "collect.g.b use.g.b release.p.b reduce.g.b store.g.b write.g.b leave.g.b norm.g.* read.g.b read.o.b update.o.b "
-        "write.o.b write.p.b read.g.c read.o.c update.o.c write.o.c write.p.c"
+        "collect.g.c use.g.c release.p.c reduce.g.c settle.g.c store.g.c write.g.c leave.g.c read.p.b load.p.b "
+        "gather.p.b collect.g.b use.g.b release.p.b reduce.g.b settle.g.b store.g.b write.g.b leave.g.b norm.g.* "
+        "read.g.b read.o.b update.o.b write.o.b write.p.b read.g.c read.o.c update.o.c write.o.c write.p.c"
     ),
 }
 
@@ -333,6 +342,21 @@ def test_a_budget_of_two_blocks_yields_double_buffering():
         assert shown[:7] == order, "the next unit is gathered before this one is used, at every stage"
         if stage == 3:
             assert simulate(plan.steps, placed, EVEN).buffers[Buffer.GATHERED] == 200
+
+
+def test_a_reduce_is_waited_for_before_the_next_one_and_its_sum_before_it_is_needed():
+    placed = dict.fromkeys(("b", "c"), place_stage(2))
+    budgets = Budgets(overlap_reduce=True)
+    steps = compile_plan(one_pass(("b", "c")), placed, EVEN, budgets=budgets, which=Pass()).steps
+    shown = words(step for step in steps if step.kind is Kind.GRAD)
+    assert shown == (
+        "collect.g.c use.g.c reduce.g.c leave.g.c collect.g.b use.g.b settle.g.c reduce.g.b leave.g.b settle.g.b norm.g.*"
+    )
+    placed = dict.fromkeys(("b", "c"), PLACEMENTS["stage2-offload"])
+    steps = compile_plan(one_pass(("b", "c")), placed, EVEN, budgets=budgets, which=Pass()).steps
+    assert "reduce.g.c settle.g.c store.g.c" in words(steps)
+    eager = compile_plan(one_pass(("b",)), {"b": place_stage(2)}, EVEN, budgets=budgets, which=Pass(eager=True)).steps
+    assert "reduce.g.b settle.g.b update.o.b" in words(eager)
 
 
 def test_states_are_read_one_unit_ahead_of_their_update():
@@ -379,7 +403,7 @@ def test_earlier_micro_batches_reduce_only_split_gradients_and_later_ones_find_w
 def test_gradients_on_disk_are_read_before_more_is_added():
     placed = {"b": PLACEMENTS["infinity-disk-all"]}
     later = [step for step in expand(one_pass(("b",)), placed, EVEN, Pass(first=False, last=False)) if step.kind is Kind.GRAD]
-    assert words(later) == "collect.g.b use.g.b read.g.b reduce.g.b store.g.b write.g.b leave.g.b"
+    assert words(later) == "collect.g.b use.g.b read.g.b reduce.g.b settle.g.b store.g.b write.g.b leave.g.b"
 
 
 def test_a_recompute_releases_nothing():
@@ -387,7 +411,7 @@ def test_a_recompute_releases_nothing():
     steps = words(expand(events, {"b": place_stage(3)}, EVEN, Pass(last=False)))
     assert steps == (
         "gather.p.b use.p.b release.p.b leave.p.b gather.p.b collect.g.b use.g.b use.p.b leave.p.b "
-        "release.p.b reduce.g.b leave.g.b"
+        "release.p.b reduce.g.b settle.g.b leave.g.b"
     )
 
 
