@@ -3,13 +3,17 @@ PY ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check venv sizes docs clean
+.PHONY: demo test soak check venv sizes docs clean
 
 demo: .venv/core
 	$(BIN)/python examples/plan_questions.py
 
 test: .venv/dev
 	$(BIN)/python -m pytest
+
+# The large counts: every model, world, accumulation and clipping; many more examples of every property.
+soak: .venv/dev
+	NAUGHT_SOAK=1 NAUGHT_FUZZ=100000 HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest --timeout 36000
 
 check: .venv/dev
 	$(BIN)/ruff format --check .

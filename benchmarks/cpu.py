@@ -73,9 +73,7 @@ def work(options: argparse.Namespace) -> None:
 
 def report(size: str, times: dict[str, list[float]], losses: dict[str, list[float]]) -> None:
     base = next(iter(times))
-    print(
-        f"{size} parameters, 2 gloo ranks, {BATCH} x {LENGTH} tokens, fp32, AdamW; step time as a ratio to {base} in the same round"
-    )
+    print(f"{size} parameters, 2 gloo ranks, {BATCH} x {LENGTH} tokens, fp32, AdamW; against {base} in the same round")
     for name, found in times.items():
         ratios = [mine / theirs for mine, theirs in zip(found, times[base], strict=True)]
         row = {
@@ -173,7 +171,7 @@ def make_model(layers: int, width: int, heads: int, vocab: int):
             self.ln, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.tok(ids) + self.pos(torch.arange(ids.shape[1]))
+            x = self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
             for block in self.blocks:
                 x = block(x)
             return F.cross_entropy(self.head(self.ln(x)).flatten(0, 1), ids.roll(-1, 1).flatten())

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,39 @@ def test_a_step_sends_what_the_papers_say_with_the_exact_factor(two, stage, gath
         assert reduced == whole // 2
         kept = last + root if stage == 3 else 0  # the plan keeps the last unit and the root between forward and backward
         assert gathered == (gathers * whole - kept) // 2
+
+
+def by_phase(stage: int) -> tuple[dict[str, int], dict[str, dict[str, int]], int, int]:
+    engine = start(stage, overlap_comm=False)  # what is fetched ahead would count for the phase before
+    take_steps(engine, 2)
+    ledger = engine.schedule.group.ledger
+    ledger.sent.clear()
+    take_steps(engine, 1, first=2)
+    sent = dict.fromkeys(("forward", "backward", "step"), 0)
+    for (_, _, phase), nbytes in ledger.sent.items():
+        sent[phase] += nbytes
+    sizes = [unit.sizes().weights for unit in engine.schedule.units.values()]
+    return sent, engine.report()["after"], sum(sizes), sizes[0] + sizes[-1]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_table_of_the_how_it_works_page_does_not_lie(two, stage):
+    page = (Path(__file__).parent.parent / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith(f"| {stage} |")
+    ]
+    assert [row[1] for row in rows] == ["forward", "backward", "step"]
+    for sent, after, whole, kept in two.run(by_phase, stage):
+        for _, phase, params, grads, states, _, sends in rows:
+            psi = int(sends.split()[0]) * whole - (kept if stage == 3 and phase == "backward" else 0)
+            assert sent[phase] == psi // 2, phase
+            cells = after[phase]
+            split = {"weights": params.startswith("1/N") or (stage == 3), "states": states == "1/N"}
+            assert cells["weights"] == whole // (2 if split["weights"] else 1)
+            assert cells["states"] == 2 * whole // (2 if split["states"] else 1)
+            found = sum(cells.get(buffer, 0) for buffer in (Buffer.WHOLE_GRADS, Buffer.OWNED_GRADS, Buffer.GRAD_FLATS))
+            wanted = {"whole": whole, "-": 0, "let go": 0}.get(grads, whole // 2)
+            assert found == wanted
 
 
 def held(stage: int) -> tuple[dict, dict, int]:
