@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import naught
 from naught.agreement import agree, facts_of
 from naught.comm import Group, Ledger
-from naught.config import Batch, Config, Source, derive_batch, load, placement_of
+from naught.config import Batch, Config, Effect, Source, check, derive_batch, keys, load, placement_of, to_document
 from naught.describe import describe
 from naught.errors import ModelError, UsageError
 from naught.flat import Meter
@@ -27,6 +28,8 @@ from naught.unit import Segment, Unit
 from naught.units import UnitRules, find_units, segments
 
 __all__ = ["Engine", "Optimizer", "initialize"]
+
+_LOG = logging.getLogger("naught")
 
 
 def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, None, None]:
@@ -50,14 +53,54 @@ def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, 
     return engine, engine.optimizer, None, None
 
 
+# Keys that this engine heeds, and keys that only tune: the result is the same without them.
+_HEEDED = (
+    "train_",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.",
+    "zero_optimization.stage",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.leaf_module.",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_max_live_parameters",
+    "naught.nvme_path",
+)
+_TUNING = ("zero_optimization.", "aio.", "checkpoint.", "steps_per_print", "timers.", "dataloader_drop_last")
+
+
 def _refuse_what_is_not_there_yet(config: Config, placement: Placement) -> None:
+    """A key that would change the result or ask for more than there is yet is refused, not ignored."""
+    if config.auto:
+        raise UsageError(f'"auto" is left in {", ".join(sorted(config.auto))}', fix="give values; nobody has filled them in")
     places = (placement.param, placement.grad, placement.optim)
-    if any(place.tier is not Tier.DEVICE for place in places) or config.naught.placement != "stage":
+    if any(place.tier is not Tier.DEVICE for place in places):
         raise UsageError("the engine keeps all states on the device so far", fix="remove offload_optimizer and offload_param")
     if config.fp16.enabled or config.bf16.enabled or config.torch_autocast.enabled:
         raise UsageError("the engine trains in fp32 so far", fix="remove fp16, bf16 and torch_autocast")
     if config.scheduler is not None:
         raise UsageError("the engine takes no scheduler so far", fix="set the learning rate in optimizer.param_groups")
+    asked = [note.path for note in check(to_document(config)).notes if note.effect is Effect.HONOURED]
+    defaults = {keys.plain_path(entry.path): entry.info.default for entry in keys.entries()}
+    unheeded = [path for path in asked if not _is_heeded(path) and _value(config, path) != defaults.get(path)]
+    wanted = [path for path in unheeded if not path.startswith(_TUNING)]
+    if wanted:
+        raise UsageError(
+            f"the engine cannot do this yet: {', '.join(wanted)}", fix="remove the keys, or wait for the release that can"
+        )
+    if unheeded:
+        _LOG.warning("no effect yet, but on memory and speed only: %s", ", ".join(unheeded))
+
+
+def _is_heeded(path: str) -> bool:
+    return any(path.startswith(key) if key.endswith(("_", ".")) else path == key for key in _HEEDED)
+
+
+def _value(config: Config, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def _rule(config: Config) -> tuple[Rule, dict[str, Any]]:

@@ -514,11 +514,27 @@ def test_destroy_gives_the_model_back_and_leaves_nothing_behind():
         ({"optimizer": {"type": "Lion"}}, "AdamW and SGD so far"),
         ({"optimizer": None}, "names no optimizer"),
         ({"scheduler": {"type": "WarmupLR"}}, "no scheduler so far"),
+        ({"gradient_clipping": "auto"}, '"auto" is left in gradient_clipping'),
+        (
+            {"gradient_allreduce_op": "sum", "prescale_gradients": True},
+            "cannot do this yet: prescale_gradients, gradient_allreduce_op",
+        ),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
+        ({"tensorboard": {"enabled": True}}, "tensorboard.enabled"),
+        ({"naught": {"gradients": "device"}}, "naught.gradients"),
     ],
 )
 def test_what_the_engine_cannot_do_yet_it_refuses(changes, words):
     with pytest.raises(UsageError, match=words):
         initialize(model=MODELS["plain"](), config=config_of(2) | changes)
+
+
+def test_keys_that_only_tune_are_remarked_and_defaults_are_not(caplog):
+    zero = {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 5e8, "contiguous_gradients": False}
+    initialize(model=MODELS["plain"](), config=config_of(2) | {"zero_optimization": zero, "prescale_gradients": False})
+    assert [record.getMessage() for record in caplog.records] == [
+        "no effect yet, but on memory and speed only: zero_optimization.reduce_bucket_size"
+    ]
 
 
 def test_a_model_without_anything_to_train_is_refused():
