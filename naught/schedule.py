@@ -9,6 +9,7 @@ event that the plan does not have ends the replay, on every rank or with an erro
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -52,7 +53,7 @@ class Schedule:
         self.order = list(self.units)
         self.plans: dict[tuple[bool, Pass], Plan] = {}
         self.current: _Pass | None = None
-        self.log: list[Step] = []  # what was issued, for whoever wants to compare ranks
+        self.log: deque[Step] = deque(maxlen=4096)  # the latest that was issued, for whoever wants to compare ranks
 
     # --- passes ---
 

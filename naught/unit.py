@@ -117,6 +117,8 @@ class Segment:
     def _alike(self, used: Sequence[bool]) -> list[_Alike]:
         """Runs of used slots with one count: mostly a single run, so mostly a single call of the kernel."""
         kept = self.grads.kept
+        if all(used) and len(set(self.steps)) == 1:
+            return [_Alike(Span(0, kept.stop - kept.start), self.steps[0] + 1)]
         runs: list[_Alike] = []
         # Zeros between the slots stay zero under every rule, so a run may go over them.
         for (slot, was_used), count in zip(zip(self.layout.slots, used, strict=True), self.steps, strict=True):
