@@ -283,7 +283,7 @@ class Conv(nn.Module):
         super().__init__()
         self.stem = nn.Conv1d(1, 16, 3, padding=1)
         self.body = nn.Sequential(*(nn.Sequential(nn.Conv1d(16, 16, 3, padding=1), nn.ReLU()) for _ in range(3)))
-        self.head = nn.Linear(16, 1)
+        self.head = nn.Linear(16, 1, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.body(self.stem(ids.float().unsqueeze(1) / VOCAB))
