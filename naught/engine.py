@@ -115,6 +115,9 @@ def _rule(config: Config) -> tuple[Rule, dict[str, Any]]:
 
 def _build_units(model: nn.Module, placement: Placement, group: Group, meter: Meter, rules: UnitRules) -> dict[str, Unit]:
     params = dict(model.named_parameters())
+    other = next((name for name, param in params.items() if param.requires_grad and param.dtype != torch.float32), None)
+    if other is not None:
+        raise UsageError(f'the engine trains fp32 so far, and "{other}" is {params[other].dtype}', fix="call model.float() first")
     units: dict[str, Unit] = {}
     for spec in find_units(describe(model), rules):
         parts = [
@@ -173,6 +176,7 @@ class Engine(nn.Module):
         self.grad_norm: float | None = None
         self.held_after: dict[str, Counter[str]] = {}
         self._synced = True
+        self._lent = False
         self._homes = {
             param: (segment, index)
             for unit in schedule.units.values()
@@ -242,18 +246,26 @@ class Engine(nn.Module):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """While open, every parameter can be read."""
+        """While open, every parameter can be read and written. All ranks must open it, and write the same."""
+        if self._lent:
+            yield  # within itself it is open already
+            return
         self._close()
-        units = list(self.schedule.units.values())
-        absent = [unit for unit in units if not unit.present]
-        for unit in absent:
+        segments = []
+        for unit in self.schedule.units.values():
             unit.gather()
             unit.ready()
+            segments += unit.segments
+            for segment in unit.segments:
+                segment.lend()
+            unit.present = not unit.placement.param.split
+        self._lent = True
         try:
             yield
         finally:
-            for unit in absent:
-                unit.release()
+            self._lent = False
+            for segment in segments:
+                segment.take_back()
 
     def destroy(self) -> None:
         """Give the model whole weights of its own again, and let go of everything."""
@@ -269,6 +281,8 @@ class Engine(nn.Module):
     # --- what the hooks say ---
 
     def begin(self) -> None:
+        if self._lent:
+            raise UsageError("the model was called inside engine.gathered()", fix="call it outside")
         running = self.schedule.current
         if running is not None and (running.seen_backward or not running.training):
             self._close()
@@ -293,9 +307,21 @@ class Engine(nn.Module):
     def collect(self, param: nn.Parameter) -> None:
         segment, index = self._homes[param]
         assert param.grad is not None
+        if param.grad.layout is not torch.strided:
+            raise UsageError(f'the gradient of "{segment.layout.slots[index].name}" is sparse', fix="set sparse=False")
+        if self.schedule.current is None:
+            self.begin()
+        assert self.schedule.current is not None
+        self.schedule.current.seen_backward = True  # also where no unit was called by its name
         segment.grads.collect(index, param.grad)
         segment.used[index] = True
         param.grad = None
+
+    def exported(self) -> None:
+        """The model's state_dict is being taken."""
+        released = [unit.name for unit in self.schedule.units.values() if unit.placement.param.split]
+        if released and not self._lent:
+            raise UsageError("the parameters are split over the ranks", fix="take the state_dict inside engine.gathered()")
 
     def in_backward(self, unit: str) -> bool:
         running = self.schedule.current
@@ -329,7 +355,9 @@ class Engine(nn.Module):
     def _update(self) -> None:
         """One exchange decides for all ranks: the norm, whether it is finite, and which parameters were used."""
         trained = self._trained()
+        units = list(self.schedule.units.values())
         used = [float(flag) for segment in trained for flag in segment.used]
+        used += [float(not unit.entered) for unit in units]
         squares = sum(_square_sum(segment) for segment in trained)
         rows = self.schedule.group.exchange(torch.tensor([squares, *used], dtype=torch.float64))
         total = 0.0
@@ -338,12 +366,22 @@ class Engine(nn.Module):
         self.grad_norm = math.sqrt(total) if math.isfinite(total) and total >= 0 else math.nan
         if not math.isfinite(self.grad_norm):
             self.skipped_steps += 1
+            _LOG.warning(
+                "step %d was skipped on all ranks: its gradient norm is not finite. At stage 3 a parameter that is used "
+                "outside of its own module's forward reads as NaN; name a module around both in leaf_module",
+                self.global_steps + 1,
+            )
             for segment in trained:
                 segment.forget()
             return
         flags = iter((rows[:, 1:].amax(0) > 0).tolist())
-        for unit in self.schedule.units.values():
+        for unit in units:
             self._update_unit(unit, flags, _clip(self.grad_norm, self.config.gradient_clipping))
+        for unit, uncalled in zip(units, flags, strict=True):
+            if uncalled and not unit.placement.param.split:
+                unit.gather()  # nobody will say when it is used next, so its weights are made fresh now
+                unit.ready()
+            unit.entered = False
         self.global_steps += 1
 
     def _update_unit(self, unit: Unit, flags: Iterator[bool], coefficient: float) -> None:

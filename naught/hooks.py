@@ -32,6 +32,8 @@ class Listener(Protocol):
 
     def in_backward(self, unit: str) -> bool: ...
 
+    def exported(self) -> None: ...
+
 
 class _Call:
     """One forward of a unit that wants a backward: how many of its inputs still wait for their gradient."""
@@ -45,6 +47,7 @@ class _Edge:
 
     def __init__(self, tensor: Tensor, fire: Callable[[_Edge], None]) -> None:
         self.tensor = weakref.ref(tensor)
+        self.version = tensor._version  # an operation in place gives the same tensor another place in the graph
         self.consumers: list[_Call] = []
         self.producers: list[str] = []
         tensor.register_hook(lambda _: fire(self))  # type: ignore[no-untyped-call]
@@ -65,6 +68,8 @@ class Hooks:
             self.handles.append(inner.register_forward_hook(self._exit_of(name)))
         self.handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
         self.handles.append(module.register_forward_hook(self._end, always_call=True))
+        exported = module.register_state_dict_pre_hook(lambda *_: listener.exported())  # type: ignore[no-untyped-call]
+        self.handles.append(exported)
         for param in module.parameters():
             if param.requires_grad:
                 self.handles.append(param.register_post_accumulate_grad_hook(listener.collect))  # type: ignore[no-untyped-call]
@@ -132,12 +137,13 @@ class Hooks:
 
     def _edge(self, tensor: Tensor) -> _Edge:
         edge = self.edges.get(id(tensor))
-        if edge is None or edge.tensor() is not tensor:
+        if edge is None or edge.tensor() is not tensor or edge.version != tensor._version:
             edge = self.edges[id(tensor)] = _Edge(tensor, self._fire)
         return edge
 
     def _fire(self, edge: _Edge) -> None:
-        for call in edge.consumers:
+        # With create_graph the graph will be gone through again: nothing is done yet.
+        for call in () if torch.is_grad_enabled() else edge.consumers:
             call.waiting -= 1
             if call.waiting == 0:
                 self.calls[call.unit] -= 1

@@ -131,6 +131,7 @@ class Schedule:
         elif moment is Moment.DONE:
             running.backward.discard(name)
         elif moment is Moment.ENTER:
+            self.units[name].entered = True
             running.depth[name] = running.depth.get(name, 0) + 1
         else:
             running.depth[name] = max(0, running.depth.get(name, 0) - 1)

@@ -43,6 +43,7 @@ class Segment:
         self.states: dict[str, Tensor] = {}
         self.steps = [0] * len(layout.slots)
         self.used = [False] * len(layout.slots)  # on this rank, since the last update
+        self.marks = torch.full((len(self.params),), _blank(like), dtype=like.dtype, device=like.device)
         self.views, self.husks, self.shard = self._adopt()
 
     def _adopt(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -55,8 +56,8 @@ class Segment:
         for param, view in zip(self.params, views, strict=True):
             view.copy_(param.data)
             param.data = view
-        # A released parameter reads as NaN of its true shape and type, and owns its one element.
-        husks = [_husk(view) for view in views]
+        # A released parameter reads as NaN of its true shape and type; a write to it changes its mark.
+        husks = [mark.expand(view.shape) for mark, view in zip(self.marks, views, strict=True)]
         mine = flat[self.grads.mine]
         if not self.placement.param.split:
             return views, husks, mine
@@ -74,12 +75,30 @@ class Segment:
         return self.group.gather(self.weights.tensor, unit)
 
     def _check_husks(self) -> None:
-        for husk, slot in zip(self.husks, self.layout.slots, strict=True):
-            if husk.numel() == 1 and husk.is_floating_point() and not bool(husk.isnan()):
-                raise UsageError(
-                    f'parameter "{slot.name}" was written to while it was released',
-                    fix="gather it first, or write before the engine is made",
-                )
+        written = ~self.marks.isnan() if self.marks.is_floating_point() else self.marks != 0
+        if bool(written.any()):
+            name = self.layout.slots[int(written.nonzero()[0])].name
+            self.marks.fill_(_blank(self.marks))
+            raise UsageError(
+                f'parameter "{name}" was written to while it was released',
+                fix="write inside engine.gathered(), or before the engine is made",
+            )
+
+    def lend(self) -> None:
+        """Give the parameters copies of their own, which stay valid when the flat is gone."""
+        if self.placement.param.split:
+            _bind(self.params, [view.clone() for view in self.views])
+            self.weights.free()
+
+    def take_back(self) -> None:
+        """Keep what was written to the copies, as far as it is this rank's."""
+        if self.placement.param.split:
+            shard = self.layout.shard(self.group.rank)
+            copies = {slot.name: param.data.reshape(-1) for slot, param in zip(self.layout.slots, self.params, strict=True)}
+            for slot, span in self.layout.owned(self.group.rank):
+                part = copies[slot.name][span.start - slot.span.start : span.stop - slot.span.start]
+                self.shard[span.start - shard.start : span.stop - shard.start].copy_(part)
+            _bind(self.params, self.husks)
 
     def bind(self) -> None:
         if self.placement.param.split:
@@ -147,9 +166,9 @@ class Segment:
         self.states.clear()
 
 
-def _husk(view: Tensor) -> Tensor:
-    value = float("nan") if view.is_floating_point() else 0
-    return torch.full((), value, dtype=view.dtype, device=view.device).expand(view.shape)
+def _blank(like: Tensor) -> float:
+    """What a released parameter reads as."""
+    return float("nan") if like.is_floating_point() else 0.0
 
 
 def _bind(params: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
@@ -164,6 +183,7 @@ class Unit:
         self.name, self.segments, self.placement = name, list(segments), placement
         self.present = not placement.param.split
         self.pending: list[Pending] = []
+        self.entered = False  # its module has been called since the last update
 
     @property
     def trained(self) -> bool:

@@ -18,6 +18,8 @@ _GROUP_SHARE = 1 / 16
 # A module is a stack if one list of blocks holds at least this share of it.
 _STACK_SHARE = 1 / 2
 _LISTS = ("ModuleList", "Sequential")
+# Modules whose parameters others read without calling them: they belong to whoever does.
+_NEVER_CALLED = ("ParameterList", "ParameterDict", "NonDynamicallyQuantizableLinear")
 # A single layer outside the blocks (an embedding, a head) is a unit of its own from this share of a block.
 _LAYER_SHARE = 1 / 8
 
@@ -162,7 +164,8 @@ def _layers(root: Node, blocks: set[str], rules: UnitRules) -> set[str]:
         for child in node.children:
             if child.name in blocks:
                 continue
-            if not child.children and child.params and child.numel() >= max(1, _LAYER_SHARE * heaviest):
+            called = child.kind not in _NEVER_CALLED
+            if called and not child.children and child.params and child.numel() >= max(1, _LAYER_SHARE * heaviest):
                 found.add(child.name)
             visit(child)
 

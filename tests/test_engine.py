@@ -480,10 +480,126 @@ def test_a_write_to_a_released_parameter_of_one_element_is_noticed():
         take_steps(engine)
 
 
-def test_memory_shared_with_numpy_is_refused_with_the_remedy():
+def test_what_was_read_inside_gathered_stays_valid_and_what_was_written_is_kept():
+    found = []
+    for stage in range(4):
+        engine = start(stage)
+        take_steps(engine, 2)
+        with engine.gathered(), engine.gathered(), torch.no_grad():
+            state = engine.module.state_dict()
+            array = engine.module.blocks[0].up.weight.detach().numpy()
+            engine.module.blocks[0].up.weight.mul_(0.5)
+        assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+        assert bool(torch.from_numpy(array).isfinite().all())
+        found.append((take_steps(engine, 2, first=2), digest_of_weights(engine)))
+    assert all(run == found[0] for run in found)
+
+
+def test_calls_and_state_dicts_at_the_wrong_place_are_refused_with_the_remedy():
     engine = start(3)
-    with pytest.raises(UsageError, match=r"clone\(\)\.numpy\(\)"), engine.gathered():
-        engine.module.blocks[0].up.weight.detach().numpy()
+    with pytest.raises(UsageError, match=r"inside engine\.gathered\(\)"):
+        engine.module.state_dict()
+    with engine.gathered(), pytest.raises(UsageError, match="Call it outside"):
+        engine(batch_of(0, 0))
+    take_steps(engine)
+    start(2).module.state_dict()
+
+
+def test_a_fill_of_a_released_parameter_is_noticed():
+    engine = start(3)
+    nn.init.constant_(engine.module.head.weight, 0.1)
+    with pytest.raises(UsageError, match=r'"head\.weight" was written to while it was released'):
+        take_steps(engine)
+
+
+class Attending(Plain):
+    """A layer whose weights are read by another module, and parameters that belong to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.gains = nn.ParameterList([torch.ones(WIDTH), torch.zeros(WIDTH)])
+
+    def body(self, x):
+        return super().body(self.attention(x, x, x)[0] * self.gains[0] + self.gains[1])
+
+
+class Uncalled(Plain):
+    """Blocks that are used without being called: no hook sees them."""
+
+    def body(self, x):
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class InPlace(Plain):
+    def body(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+        return x.relu_()
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x += self.fc(x.clone())
+        return x
+
+
+class InPlaceBlocks(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Own() for _ in range(3))
+
+    def body(self, x):
+        return super().body(x + 0)
+
+
+class Penalised(Plain):
+    def forward(self, ids):
+        x = self.tok(ids)
+        loss = self.loss(self.body(x), ids)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+AWKWARD = {kind.__name__: kind for kind in (Attending, Uncalled, InPlace, InPlaceBlocks, Penalised)}
+
+
+def awkward(name: str, stage: int) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    engine = initialize(model=AWKWARD[name](), config=config_of(stage))[0]
+    return take_steps(engine, 4), digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_ways_to_use_a_module(two, name):
+    found = [two.run(awkward, name, stage) for stage in range(3 if name == "Uncalled" else 4)]
+    assert all(run == found[0] for run in found)
+    losses = found[0][0][0]
+    assert len(set(losses)) == len(losses), "it trains"
+
+
+def test_a_parameter_used_outside_of_its_module_is_warned_about(caplog):
+    torch.manual_seed(0)
+    engine = initialize(model=Uncalled(), config=config_of(3))[0]
+    take_steps(engine)
+    assert engine.skipped_steps == 1
+    assert "name a module around both in leaf_module" in caplog.text
+
+
+def test_gradients_and_types_that_the_engine_does_not_train_are_refused():
+    with pytest.raises(UsageError, match=r'"weight" is torch\.float64'):
+        initialize(model=nn.Linear(4, 4).double(), config=config_of(0))
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
+    engine = initialize(model=model, config=config_of(1))[0]
+    with pytest.raises(UsageError, match=r'gradient of "0\.weight" is sparse'):
+        engine.backward(engine(torch.zeros(2, dtype=torch.long)).sum())
 
 
 def test_destroy_gives_the_model_back_and_leaves_nothing_behind():
