@@ -127,7 +127,7 @@ def prepare(name: str, size: str) -> Callable[[int], float]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         trained = fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(trained.parameters(), **hyper, fused=False, foreach=True)
+        optimizer = torch.optim.AdamW(trained.parameters(), **hyper, fused=True)
     else:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if name == "zero1-torch":
