@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from naught.comm import Group, Pending
 from naught.flat import Flat, Meter
-from naught.layout import Layout, Span
+from naught.layout import Layout
 from naught.placement import Placement
 from naught.plan import Buffer
 
-__all__ = ["Gradients", "gaps"]
+__all__ = ["Gradients"]
 
 
 class Gradients:
@@ -56,7 +54,7 @@ class Gradients:
         if not self.flat.allocated:
             self.flat.alloc()
             self.filled = [False] * len(self.filled)
-            for gap in gaps(self.layout):
+            for gap in self.layout.gaps():
                 self.flat.tensor[gap.start : gap.stop].zero_()
 
     def start_reduce(self, unit: str) -> None:
@@ -125,14 +123,3 @@ class Gradients:
         if self.owned is not None:
             self.meter.change(Buffer.OWNED_GRADS, -self.owned.nbytes)
             self.owned = None
-
-
-def gaps(layout: Layout) -> Iterator[Span]:
-    """What lies between the slots and behind them: zero in every flat."""
-    end = 0
-    for slot in layout.slots:
-        if slot.span.start > end:
-            yield Span(end, slot.span.start)
-        end = slot.span.stop
-    if layout.numel > end:
-        yield Span(end, layout.numel)

@@ -74,6 +74,16 @@ class Layout:
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
+    def gaps(self) -> Iterator[Span]:
+        """What lies between the slots and behind them: padding, which is zero in every flat."""
+        end = 0
+        for slot in self.slots:
+            if slot.span.start > end:
+                yield Span(end, slot.span.start)
+            end = slot.span.stop
+        if self.numel > end:
+            yield Span(end, self.numel)
+
     def owned(self, rank: int) -> Iterator[tuple[Slot, Span]]:
         """Each slot that a rank's shard touches, with the touched range in flat coordinates."""
         shard = self.shard(rank)

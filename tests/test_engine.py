@@ -61,7 +61,7 @@ def volume(stage: int) -> tuple[int, int, int, int, int]:
     ledger = engine.schedule.group.ledger
     before = {name: ledger.total(name) for name in ("all-gather", "reduce-scatter")}
     take_steps(engine, 1, first=2)
-    whole = sum(segment.weights.nbytes for unit in engine.schedule.units.values() for segment in unit.segments)
+    whole = sum(segment.weights.flat.nbytes for unit in engine.schedule.units.values() for segment in unit.segments)
     last = list(engine.schedule.units.values())[-1].sizes().weights
     root = engine.schedule.units[""].sizes().weights
     moved = {name: ledger.total(name) - before[name] for name in before}
@@ -117,7 +117,7 @@ def held(stage: int) -> tuple[dict, dict, int]:
     take_steps(engine, 1, first=2)
     report = engine.report()
     units = engine.schedule.units
-    whole = sum(segment.weights.nbytes for unit in units.values() for segment in unit.segments)
+    whole = sum(segment.weights.flat.nbytes for unit in units.values() for segment in unit.segments)
     plan = engine.schedule.plans[True, Pass()]
     sizes = {name: unit.sizes() for name, unit in units.items()}
     peaks = simulate(plan.steps, {name: unit.placement for name, unit in units.items()}, sizes)

@@ -27,25 +27,15 @@ LAYERS = [
     ["config.batch", "config.placing", "config.schema_json", "config.starters", "config"],
     ["describe", "trace", "modules"],
     ["comm", "flat"],
-    ["gradients", "rules", "unit"],
-    ["schedule", "hooks", "agreement"],
+    ["weights", "gradients", "rules", "states", "unit"],
+    ["schedule", "hooks", "agreement", "build", "update", "watch", "passes"],
     ["engine"],
     ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli", "__main__"],
 ]
 ORDER = [name for row in LAYERS for name in row]
 TORCH_ALLOWED = {
-    "describe",
-    "trace",
-    "modules",
-    "comm",
-    "flat",
-    "gradients",
-    "rules",
-    "unit",
-    "schedule",
-    "hooks",
-    "agreement",
-    "engine",
+    *("describe", "trace", "modules", "comm", "flat", "weights", "gradients", "rules", "states", "unit"),
+    *("schedule", "hooks", "agreement", "build", "update", "passes", "engine"),
 }
 
 

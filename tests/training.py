@@ -62,8 +62,8 @@ def digest_of_moments(engine: Engine) -> str:
     found: list[Tensor] = []
     for unit in engine.schedule.units.values():
         for segment in unit.segments:
-            for name in sorted(segment.states):
-                state = segment.states[name]
+            for name in sorted(segment.states.moments):
+                state = segment.states.moments[name]
                 whole = state if not unit.placement.optim.split else engine.schedule.group.exchange(state).flatten()
                 found += [whole[slot.span.start : slot.span.stop] for slot in segment.layout.slots]
     return digest(found)
