@@ -14,8 +14,8 @@ from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
 from naught.errors import ModelError, UsageError
 from naught.flat import Meter
+from naught.moving import Budgets
 from naught.placement import Kind, Tier
-from naught.plan import Budgets
 from naught.rules import AdamW, Rule, Sgd
 from naught.unit import Segment, Unit
 from naught.units import UnitRules, find_units, segments

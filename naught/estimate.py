@@ -16,11 +16,14 @@ from typing import NamedTuple
 
 from naught.errors import UsageError
 from naught.formulas import Recipe, block_activation_bytes, checkpoint_bytes, full_activation_bytes, recipe
+from naught.holding import Buffer, simulate
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
+from naught.moving import Budgets
 from naught.placement import Kind, Placement, Tier
-from naught.plan import Budgets, Buffer, Event, Moment, Pass, UnitBytes, compile_plan, simulate
+from naught.plan import compile_plan
 from naught.shapes import Run, Transformer
+from naught.steps import Event, Moment, Pass, UnitBytes
 
 __all__ = [
     "ActivationBytes",

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from naught.comm import Group, Pending
 from naught.flat import Flat, Meter
+from naught.holding import Buffer
 from naught.layout import Layout
 from naught.placement import Placement
-from naught.plan import Buffer
 
 __all__ = ["Gradients"]
 

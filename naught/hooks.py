@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from naught.plan import Moment
+from naught.steps import Moment
 
 __all__ = ["Hooks", "Listener"]
 

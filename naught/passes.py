@@ -10,8 +10,8 @@ from torch import nn
 
 from naught.errors import UsageError
 from naught.hooks import Hooks
-from naught.plan import Moment, Pass
 from naught.schedule import Schedule
+from naught.steps import Moment, Pass
 from naught.unit import Segment
 from naught.watch import Watch
 

@@ -17,8 +17,10 @@ import torch
 
 from naught.comm import Group
 from naught.errors import ScheduleError
+from naught.moving import Budgets
 from naught.placement import Kind
-from naught.plan import Budgets, Event, Moment, Pass, Plan, Step, Verb, compile_plan
+from naught.plan import Plan, compile_plan
+from naught.steps import Event, Moment, Pass, Step, Verb
 from naught.unit import Unit
 
 __all__ = ["Schedule"]

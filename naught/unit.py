@@ -16,9 +16,9 @@ from naught.flat import Meter
 from naught.gradients import Gradients
 from naught.layout import Layout
 from naught.placement import Placement
-from naught.plan import UnitBytes
 from naught.rules import Rule
 from naught.states import States
+from naught.steps import UnitBytes
 from naught.weights import Weights
 
 __all__ = ["Segment", "Unit"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from naught.comm import Group, Pending
 from naught.errors import UsageError
 from naught.flat import Flat, Meter
+from naught.holding import Buffer
 from naught.layout import Layout
-from naught.plan import Buffer
 
 __all__ = ["Weights"]
 

@@ -18,7 +18,8 @@ from workers import WorkerError, World
 import naught
 from naught.engine import initialize
 from naught.errors import ModelError, RankMismatch, UsageError
-from naught.plan import Buffer, Pass, simulate
+from naught.holding import Buffer, simulate
+from naught.steps import Pass
 
 
 @pytest.fixture(scope="module")

@@ -12,24 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from naught.errors import PlanError
+from naught.expansion import expand
+from naught.holding import Buffer, simulate
+from naught.moving import Budgets, hoist, keep
 from naught.placement import PLACEMENTS, Kind, Place, Placement, Tier, place_stage
-from naught.plan import (
-    EVERY_UNIT,
-    Budgets,
-    Buffer,
-    Event,
-    Moment,
-    Pass,
-    Plan,
-    Step,
-    UnitBytes,
-    Verb,
-    compile_plan,
-    expand,
-    hoist,
-    keep,
-    simulate,
-)
+from naught.plan import Plan, compile_plan
+from naught.steps import EVERY_UNIT, Event, Moment, Pass, Step, UnitBytes, Verb
 
 UNITS = ("", "b", "c", "d", "e")  # "" is the root's name
 ANCHORS = (Verb.USE, Verb.LEAVE)

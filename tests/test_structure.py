@@ -20,7 +20,8 @@ PACKAGE = Path(naught.__file__).parent
 LAYERS = [
     ["errors"],
     ["quantity", "text", "placement", "layout", "units"],
-    ["formulas", "plan", "shapes", "machine"],
+    ["steps", "expansion", "holding", "moving", "plan"],
+    ["formulas", "shapes", "machine"],
     ["estimate", "papers"],
     ["advice", "showing"],
     ["config.read", "config.refused", "config.schema", "config.keys", "config.contradictions", "config.check"],
