@@ -7,7 +7,7 @@ from typing import Any
 
 from naught.config import Effect, keys
 from naught.config.refused import REFUSED, REFUSED_OPTIMIZERS
-from naught.config.schema import SAME
+from naught.config.types import SAME
 
 HEAD = """# The configuration, key by key
 

@@ -13,9 +13,9 @@ from naught.cli.files import write_new
 from naught.config import Effect, check, derive_batch, keys
 from naught.config.check import OLD_NAMES
 from naught.config.refused import REFUSED
-from naught.config.schema import SAME
 from naught.config.schema_json import json_schema
 from naught.config.starters import starter
+from naught.config.types import SAME
 from naught.errors import ConfigError, UsageError
 
 __all__ = ["run_config"]

@@ -4,7 +4,8 @@ from naught.config.batch import Batch, derive_batch
 from naught.config.check import Note, Report, check, fill, load, to_document
 from naught.config.placing import placement_of
 from naught.config.read import Source
-from naught.config.schema import Config, Effect
+from naught.config.schema import Config
+from naught.config.types import Effect
 
 __all__ = [
     "Batch",

@@ -12,9 +12,11 @@ from pydantic import ValidationError
 
 from naught.config import keys
 from naught.config.contradictions import contradictions
+from naught.config.optimizers import OPTIMIZERS, SCHEDULERS
 from naught.config.read import Document, Source, Spot, dotted, is_remark, read
 from naught.config.refused import REFUSED, REFUSED_OPTIMIZERS, is_off
-from naught.config.schema import OPTIMIZERS, SCHEDULERS, Block, Config, Effect
+from naught.config.schema import Config
+from naught.config.types import Block, Effect
 from naught.errors import ConfigError, Problem
 
 __all__ = ["OLD_NAMES", "Note", "Report", "check", "fill", "load", "to_document"]

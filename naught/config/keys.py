@@ -13,7 +13,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from naught.config.refused import REFUSED
-from naught.config.schema import Block, Config, Key
+from naught.config.schema import Config
+from naught.config.types import Block, Key
 
 __all__ = [
     "Entry",

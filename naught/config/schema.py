@@ -5,115 +5,47 @@ The typed object, the checks, `naught config explain`, the JSON Schema and the p
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
+from pydantic import BeforeValidator, Field
 
-__all__ = ["OPTIMIZERS", "SAME", "SCHEDULERS", "Block", "Config", "Effect", "Key"]
+from naught.config.optimizers import (
+    Adagrad,
+    Adam,
+    AdamW,
+    Lion,
+    LRRangeTest,
+    OneCycle,
+    Sgd,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
+from naught.config.types import (
+    Block,
+    Count,
+    Flag,
+    Key,
+    Names,
+    Opaque,
+    Positive,
+    Precision,
+    Real,
+    Share,
+    Text,
+    Whole,
+    any_case,
+    idle,
+    lower,
+    never_if_infinite,
+)
 
-
-class Effect(StrEnum):
-    HONOURED = "honoured"
-    NONE = "no effect"
-    REFUSED = "refused"
-
-
-SAME = object()
-
-
-@dataclass(frozen=True)
-class Key:
-    """What a key does here. `peer` is DeepSpeed 0.19.8's default where ours differs; `why` says why it differs, or
-    why the key has no effect; `also` lists other spellings."""
-
-    does: str
-    why: str = ""
-    effect: Effect = Effect.HONOURED
-    peer: Any = SAME
-    also: tuple[str, ...] = ()
-
-
-def _idle(why: str, *, also: tuple[str, ...] = ()) -> Key:
-    return Key("", why, Effect.NONE, also=also)
-
-
-def _whole(value: Any) -> int:
-    """5e8 is a whole number to whoever wrote it; true, "3" and 1.5 are not."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if type(value) is not int or abs(value) >= 2**63:
-        raise ValueError("not a whole number")
-    return value
-
-
-def _real(value: Any) -> float:
-    # The comparison is exact for whole numbers of any length, and false for NaN.
-    if type(value) not in (int, float) or not abs(value) <= 1e300:
-        raise ValueError("not a finite number")
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    """Python's 1 equals True; JSON's does not."""
-    if not isinstance(value, bool):
-        raise ValueError("not true or false")
-    return value
-
-
-def _steps(value: Any) -> Any:
-    """Hugging Face passes infinity to mean never."""
-    return None if isinstance(value, float) and value == math.inf else value
-
-
-def _dropped(_: Any) -> None:
-    return None
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-_PRECISIONS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "bfp16": "bf16"}
-
-
-def _precision(value: Any) -> Any:
-    lowered = value.lower().removeprefix("torch.") if isinstance(value, str) else value
-    return _PRECISIONS.get(lowered, lowered) if isinstance(lowered, str) else lowered
-
-
-def _any_case(*names: str) -> WithJsonSchema:
-    """JSON Schema cannot say that case does not matter; these are the cases that people write."""
-    return WithJsonSchema({"enum": [spelling for name in names for spelling in (name, name.capitalize(), name.upper())]})
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-Real = Annotated[float, BeforeValidator(_real)]
-Share = Annotated[Real, Field(ge=0, le=1)]
-Positive = Annotated[Whole, Field(ge=1)]
-Count = Annotated[Whole, Field(ge=0)]
-Flag = StrictBool
-Text = Annotated[str, Field(strict=True, max_length=4096)]
-Names = tuple[Text, ...]
-Rates = Annotated[Real, Field(ge=0)] | tuple[Annotated[Real, Field(ge=0)], ...]
-Precision = Annotated[
-    Literal["fp32", "fp16", "bf16"], BeforeValidator(_precision), _any_case("fp32", "fp16", "bf16", *_PRECISIONS)
-]
-Betas = tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]]
-Opaque = Annotated[None, BeforeValidator(_dropped), WithJsonSchema({})]
-
-
-class Block(BaseModel):
-    """An object of the configuration; its fields are its keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+__all__ = ["Config"]
 
 
 # --- zero_optimization ------------------------------------------------------------------------------------------------
 
-_Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower), _any_case("none", "cpu", "nvme")]
+_Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lower), any_case("none", "cpu", "nvme")]
 
 
 class OffloadOptimizer(Block):
@@ -124,13 +56,13 @@ class OffloadOptimizer(Block):
     nvme_path: Annotated[Text | None, Key("folder for states on disk; needed when device is nvme")] = None
     pin_memory: Annotated[Flag, Key("register host slabs with the GPU driver, which makes copies about six times faster")] = True
     ratio: Annotated[Share, Key("share of the states that leaves the device; the rest is updated there")] = 1.0
-    buffer_count: Annotated[Count, _idle("staging is sized from the plan")] = 4
-    pipeline_read: Annotated[Flag, _idle("reads always run ahead of the update")] = False
-    pipeline_write: Annotated[Flag, _idle("writes always run behind the update")] = False
-    pipeline: Annotated[Flag, _idle("reads and writes always overlap the update")] = False
-    fast_init: Annotated[Flag, _idle("states are made where they rest")] = False
-    super_offload: Annotated[Flag, _idle("the update always overlaps backward and the next forward")] = False
-    cpuadam_cores_perc: Annotated[Share, _idle("the update runs on the cores that the rank is bound to")] = 0.8
+    buffer_count: Annotated[Count, idle("staging is sized from the plan")] = 4
+    pipeline_read: Annotated[Flag, idle("reads always run ahead of the update")] = False
+    pipeline_write: Annotated[Flag, idle("writes always run behind the update")] = False
+    pipeline: Annotated[Flag, idle("reads and writes always overlap the update")] = False
+    fast_init: Annotated[Flag, idle("states are made where they rest")] = False
+    super_offload: Annotated[Flag, idle("the update always overlaps backward and the next forward")] = False
+    cpuadam_cores_perc: Annotated[Share, idle("the update runs on the cores that the rank is bound to")] = 0.8
 
 
 class OffloadParam(Block):
@@ -138,8 +70,8 @@ class OffloadParam(Block):
     nvme_path: Annotated[Text | None, Key("folder for parameters on disk; needed when device is nvme")] = None
     pin_memory: Annotated[Flag, Key("register host slabs with the GPU driver")] = True
     max_in_cpu: Annotated[Count, Key("elements that stay in host memory although device is nvme")] = 10**9
-    buffer_count: Annotated[Count, _idle("staging is sized from the plan")] = 5
-    buffer_size: Annotated[Count, _idle("staging is sized from the plan, so no parameter is too large for it")] = 10**8
+    buffer_count: Annotated[Count, idle("staging is sized from the plan")] = 5
+    buffer_size: Annotated[Count, idle("staging is sized from the plan, so no parameter is too large for it")] = 10**8
 
 
 class LeafModule(Block):
@@ -210,28 +142,28 @@ class Zero(Block):
     load_from_fp32_weights: Annotated[
         Flag, Key("masters come from the checkpoint's 32-bit weights, not from its 16-bit ones")
     ] = True
-    contiguous_gradients: Annotated[Flag, _idle("gradients always go into one flat buffer for each unit")] = True
-    reduce_scatter: Annotated[Flag, _idle("split gradients are always reduce-scattered, whole ones never")] = True
-    use_multi_rank_bucket_allreduce: Annotated[Flag, _idle("a unit's gradients are one collective for all owners")] = True
-    allgather_partitions: Annotated[Flag, _idle("weights are always all-gathered")] = True
-    ignore_unused_parameters: Annotated[Flag, _idle("a parameter without a gradient is always tolerated, and left untouched")] = (
+    contiguous_gradients: Annotated[Flag, idle("gradients always go into one flat buffer for each unit")] = True
+    reduce_scatter: Annotated[Flag, idle("split gradients are always reduce-scattered, whole ones never")] = True
+    use_multi_rank_bucket_allreduce: Annotated[Flag, idle("a unit's gradients are one collective for all owners")] = True
+    allgather_partitions: Annotated[Flag, idle("weights are always all-gathered")] = True
+    ignore_unused_parameters: Annotated[Flag, idle("a parameter without a gradient is always tolerated, and left untouched")] = (
         True
     )
-    round_robin_gradients: Annotated[Flag, _idle("every rank already owns an equal part of every unit")] = False
-    parameter_alignment: Annotated[Flag, _idle("every parameter is aligned")] = False
+    round_robin_gradients: Annotated[Flag, idle("every rank already owns an equal part of every unit")] = False
+    parameter_alignment: Annotated[Flag, idle("every parameter is aligned")] = False
     memory_efficient_linear: Annotated[
-        Flag, _idle("no layer is patched; freed weights come back where autograd looks for them")
+        Flag, idle("no layer is patched; freed weights come back where autograd looks for them")
     ] = True
-    override_module_apply: Annotated[Flag, _idle("no module method is patched")] = True
-    pipeline_loading_checkpoint: Annotated[Flag, _idle("each rank reads only its own bytes")] = False
-    elastic_checkpoint: Annotated[Flag, _idle("every checkpoint loads at any world size")] = False
-    log_trace_cache_warnings: Annotated[Flag, _idle("a new order of modules is planned anew, not warned about")] = False
-    enable_sanity_checks: Annotated[Flag, _idle("ranks always compare models and plans")] = False
+    override_module_apply: Annotated[Flag, idle("no module method is patched")] = True
+    pipeline_loading_checkpoint: Annotated[Flag, idle("each rank reads only its own bytes")] = False
+    elastic_checkpoint: Annotated[Flag, idle("every checkpoint loads at any world size")] = False
+    log_trace_cache_warnings: Annotated[Flag, idle("a new order of modules is planned anew, not warned about")] = False
+    enable_sanity_checks: Annotated[Flag, idle("ranks always compare models and plans")] = False
     stage3_use_all_reduce_for_fetch_params: Annotated[
-        Flag, _idle("weights are gathered into place", also=("use_all_reduce_for_fetch_params",))
+        Flag, idle("weights are gathered into place", also=("use_all_reduce_for_fetch_params",))
     ] = False
-    stage3_allgather_sequential: Annotated[Flag, _idle("a unit is one collective", also=("allgather_sequential",))] = False
-    save_muon_momentum_buffer_in_memory: Annotated[Flag, _idle("there is no Muon")] = False
+    stage3_allgather_sequential: Annotated[Flag, idle("a unit is one collective", also=("allgather_sequential",))] = False
+    save_muon_momentum_buffer_in_memory: Annotated[Flag, idle("there is no Muon")] = False
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -246,14 +178,14 @@ class Fp16(Block):
     hysteresis: Annotated[Positive, Key("overflows that are forgiven before the scale halves")] = 2
     consecutive_hysteresis: Annotated[Flag, Key("a step without overflow restores the forgiveness")] = False
     min_loss_scale: Annotated[Real, Field(gt=0), Key("the adaptive scale never falls below this")] = 1.0
-    fused_mode: Annotated[Flag, _idle("there is one implementation")] = True
-    fp16: Annotated[Flag, _idle("enabled decides")] = True
+    fused_mode: Annotated[Flag, idle("there is one implementation")] = True
+    fp16: Annotated[Flag, idle("enabled decides")] = True
 
 
 class Bf16(Block):
     enabled: Annotated[Flag, Key("bfloat16 weights and gradients with 32-bit masters")] = False
     check_grad_overflow: Annotated[Flag, Key("skip a step whose gradients are not finite", also=("check_overflow",))] = True
-    immediate_grad_update: Annotated[Flag, _idle("gradients are always taken up as they are made")] = False
+    immediate_grad_update: Annotated[Flag, idle("gradients are always taken up as they are made")] = False
 
 
 class Autocast(Block):
@@ -278,156 +210,6 @@ class DataTypes(Block):
     ] = "auto"
 
 
-# --- optimizers and schedules -----------------------------------------------------------------------------------------
-
-
-class _Params(Block):
-    lr: Annotated[Real, Field(ge=0), Key("learning rate")] = 1e-3
-    weight_decay: Annotated[Real, Field(ge=0), Key("decay of weights towards zero")] = 0.0
-    max_grad_norm: Annotated[Annotated[Real, Field(ge=0)] | None, Key("old place of gradient_clipping")] = None
-    fused: Annotated[Flag | None, _idle("the fused kernel is always used")] = None
-    foreach: Annotated[Flag | None, _idle("the fused kernel is always used")] = None
-
-
-class AdamParams(_Params):
-    betas: Annotated[Betas, Key("decay of the two moments")] = (0.9, 0.999)
-    eps: Annotated[Real, Field(ge=0), Key("added to the root of the second moment")] = 1e-8
-    adam_w_mode: Annotated[Flag, Key("decoupled weight decay (AdamW) also under the name Adam", also=("adamw_mode",))] = True
-    bias_correction: Annotated[
-        Literal[True], BeforeValidator(_flag), Key("correct the moments for their start at zero", "torch's kernel always does")
-    ] = True
-    amsgrad: Annotated[Literal[False], BeforeValidator(_flag), Key("a third moment", "it is not available")] = False
-    torch_adam: Annotated[Flag, _idle("the update is torch's own kernel")] = False
-    fp32_optimizer_states: Annotated[Flag, _idle("states are always 32-bit")] = True
-    freeze_step: Annotated[Opaque, _idle("belongs to 1-bit Adam")] = None
-
-
-class SgdParams(_Params):
-    momentum: Annotated[Share, Key("share of the last step that goes on")] = 0.0
-    dampening: Annotated[Share, Key("share by which the gradient is damped")] = 0.0
-    nesterov: Annotated[Flag, Key("look ahead along the momentum")] = False
-
-
-class LionParams(_Params):
-    betas: Annotated[Betas, Key("weights of the old moment in the step and in the new moment")] = (0.9, 0.99)
-
-
-class AdagradParams(_Params):
-    lr: Annotated[Real, Field(ge=0), Key("learning rate")] = 1e-2
-    lr_decay: Annotated[Real, Field(ge=0), Key("decay of the learning rate")] = 0.0
-    eps: Annotated[Real, Field(ge=0), Key("added to the root of the sum of squares")] = 1e-10
-    initial_accumulator_value: Annotated[Real, Field(ge=0), Key("what the sum of squares starts from")] = 0.0
-
-
-class _Optimizer(Block):
-    legacy_fusion: Annotated[Flag, _idle("there is one implementation")] = False
-
-
-class Adam(_Optimizer):
-    type: Annotated[Literal["Adam"], Key("Adam; decoupled decay unless adam_w_mode is false")] = "Adam"
-    params: Annotated[AdamParams, Key("hyperparameters")] = AdamParams()
-
-
-class AdamW(_Optimizer):
-    type: Annotated[Literal["AdamW"], Key("Adam with decoupled weight decay")] = "AdamW"
-    params: Annotated[AdamParams, Key("hyperparameters")] = AdamParams()
-
-
-class Sgd(_Optimizer):
-    type: Annotated[Literal["SGD"], Key("gradient descent with momentum")] = "SGD"
-    params: Annotated[SgdParams, Key("hyperparameters")] = SgdParams()
-
-
-class Lion(_Optimizer):
-    type: Annotated[Literal["Lion"], Key("sign descent with one moment")] = "Lion"
-    params: Annotated[LionParams, Key("hyperparameters")] = LionParams()
-
-
-class Adagrad(_Optimizer):
-    type: Annotated[Literal["Adagrad"], Key("descent scaled by the sum of squares")] = "Adagrad"
-    params: Annotated[AdagradParams, Key("hyperparameters")] = AdagradParams()
-
-
-class WarmupParams(Block):
-    warmup_min_lr: Annotated[Rates, Key("learning rate at the start")] = 0.0
-    warmup_max_lr: Annotated[Rates, Key("learning rate after the warm-up")] = 1e-3
-    warmup_num_steps: Annotated[Count, Key("steps of the warm-up")] = 1000
-    warmup_type: Annotated[Literal["log", "linear"], Key("shape of the warm-up")] = "log"
-    last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
-
-
-class WarmupDecayParams(WarmupParams):
-    total_num_steps: Annotated[Positive | None, Key("step at which the rate is zero again; needed")] = None
-
-
-class WarmupCosineParams(Block):
-    total_num_steps: Annotated[Positive | None, Key("step at which the cosine ends; needed")] = None
-    warmup_min_ratio: Annotated[Share, Key("share of the rate at the start")] = 0.0
-    warmup_num_steps: Annotated[Count, Key("steps of the warm-up")] = 1000
-    cos_min_ratio: Annotated[Share, Key("share of the rate at the end")] = 1e-4
-    warmup_type: Annotated[Literal["log", "linear"], Key("shape of the warm-up")] = "log"
-    last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
-
-
-class OneCycleParams(Block):
-    cycle_min_lr: Annotated[Rates | None, Key("lowest rate of the cycle; needed")] = None
-    cycle_max_lr: Annotated[Rates | None, Key("highest rate of the cycle; needed")] = None
-    decay_lr_rate: Annotated[Real, Field(ge=0), Key("decay of the rate after the cycle")] = 0.0
-    cycle_first_step_size: Annotated[Positive, Key("steps of the rise")] = 2000
-    cycle_second_step_size: Annotated[Positive | None, Key("steps of the fall; null is as many as the rise")] = None
-    cycle_first_stair_count: Annotated[Count, Key("stairs of the rise; 0 is a slope")] = 0
-    cycle_second_stair_count: Annotated[Count | None, Key("stairs of the fall")] = None
-    decay_step_size: Annotated[Count, Key("steps between decays")] = 0
-    cycle_momentum: Annotated[Flag, Key("cycle the momentum too")] = True
-    cycle_min_mom: Annotated[Share, Key("lowest momentum")] = 0.8
-    cycle_max_mom: Annotated[Share, Key("highest momentum")] = 0.9
-    decay_mom_rate: Annotated[Real, Field(ge=0), Key("decay of the momentum after the cycle")] = 0.0
-    last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
-
-
-class RangeTestParams(Block):
-    lr_range_test_min_lr: Annotated[Rates, Key("rate to start from")] = 1e-3
-    lr_range_test_step_size: Annotated[Positive, Key("steps between increases")] = 2000
-    lr_range_test_step_rate: Annotated[Real, Field(gt=0), Key("increase")] = 1.0
-    lr_range_test_staircase: Annotated[Flag, Key("increase in stairs")] = False
-    last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
-
-
-class WarmupLR(Block):
-    type: Annotated[Literal["WarmupLR"], Key("rise, then stay")] = "WarmupLR"
-    params: Annotated[WarmupParams, Key("its numbers")] = WarmupParams()
-
-
-class WarmupDecayLR(Block):
-    type: Annotated[Literal["WarmupDecayLR"], Key("rise, then fall to zero on a line")] = "WarmupDecayLR"
-    params: Annotated[WarmupDecayParams, Key("its numbers")] = WarmupDecayParams()
-
-
-class WarmupCosineLR(Block):
-    type: Annotated[Literal["WarmupCosineLR"], Key("rise, then fall along a cosine")] = "WarmupCosineLR"
-    params: Annotated[WarmupCosineParams, Key("its numbers")] = WarmupCosineParams()
-
-
-class OneCycle(Block):
-    type: Annotated[Literal["OneCycle"], Key("one rise and fall, then decay")] = "OneCycle"
-    params: Annotated[OneCycleParams, Key("its numbers")] = OneCycleParams()
-
-
-class LRRangeTest(Block):
-    type: Annotated[Literal["LRRangeTest"], Key("an ever higher rate, to find the limit")] = "LRRangeTest"
-    params: Annotated[RangeTestParams, Key("its numbers")] = RangeTestParams()
-
-
-OPTIMIZERS: dict[str, type[Block]] = {"adam": Adam, "adamw": AdamW, "sgd": Sgd, "lion": Lion, "adagrad": Adagrad}
-SCHEDULERS: dict[str, type[Block]] = {
-    "warmuplr": WarmupLR,
-    "warmupdecaylr": WarmupDecayLR,
-    "warmupcosinelr": WarmupCosineLR,
-    "onecycle": OneCycle,
-    "lrrangetest": LRRangeTest,
-}
-
-
 # --- memory of activations, disk, checkpoints -------------------------------------------------------------------------
 
 
@@ -440,8 +222,8 @@ class ActivationCheckpointing(Block):
     number_checkpoints: Annotated[Positive | None, Key("how many checkpoints that buffer holds; null is one for each block")] = (
         None
     )
-    synchronize_checkpoint_boundary: Annotated[Flag, _idle("nothing waits for the device at a checkpoint")] = False
-    profile: Annotated[Flag, _idle("wall_clock_breakdown times every phase")] = False
+    synchronize_checkpoint_boundary: Annotated[Flag, idle("nothing waits for the device at a checkpoint")] = False
+    profile: Annotated[Flag, idle("wall_clock_breakdown times every phase")] = False
 
 
 class Aio(Block):
@@ -452,22 +234,22 @@ class Aio(Block):
     intra_op_parallelism: Annotated[
         Positive, Key("threads that move bytes", "one Python thread cannot fill a fast disk", peer=1, also=("thread_count",))
     ] = 4
-    single_submit: Annotated[Flag, _idle("requests are system calls of threads")] = False
-    overlap_events: Annotated[Flag, _idle("requests are system calls of threads")] = True
+    single_submit: Annotated[Flag, idle("requests are system calls of threads")] = False
+    overlap_events: Annotated[Flag, idle("requests are system calls of threads")] = True
 
 
 class Checkpoint(Block):
     use_node_local_storage: Annotated[Flag, Key("every node saves to a folder of its own")] = False
     tag_validation: Annotated[
         Literal["ignore", "warn", "fail"],
-        BeforeValidator(_lower),
-        _any_case("ignore", "warn", "fail"),
-        _idle("ranks always agree on the name before anything is written"),
+        BeforeValidator(lower),
+        any_case("ignore", "warn", "fail"),
+        idle("ranks always agree on the name before anything is written"),
     ] = "warn"
-    load_universal: Annotated[Flag, _idle("every checkpoint loads at any world size, stage and tier")] = False
-    checkpoint_serialization: Annotated[Flag, _idle("the format is JSON and raw bytes")] = True
-    writer: Annotated[Opaque, _idle("large sequential writes are the only way")] = None
-    parallel_write: Annotated[Opaque, _idle("every rank writes its own shards")] = None
+    load_universal: Annotated[Flag, idle("every checkpoint loads at any world size, stage and tier")] = False
+    checkpoint_serialization: Annotated[Flag, idle("the format is JSON and raw bytes")] = True
+    writer: Annotated[Opaque, idle("large sequential writes are the only way")] = None
+    parallel_write: Annotated[Opaque, idle("every rank writes its own shards")] = None
 
 
 # --- observation ------------------------------------------------------------------------------------------------------
@@ -516,7 +298,7 @@ class FlopsProfiler(Block):
 
 class Throughput(Block):
     enabled: Annotated[Flag, Key("measure samples a second")] = True
-    synchronized: Annotated[Flag, _idle("no timer waits for the device")] = True
+    synchronized: Annotated[Flag, idle("no timer waits for the device")] = True
 
 
 class Timers(Block):
@@ -553,7 +335,7 @@ class Config(Block):
     managed_gradient_accumulation: Annotated[Flag, Key("false lets the caller say when a step is complete")] = True
     gradient_clipping: Annotated[Real, Field(ge=0), Key("largest norm of all gradients together; 0 does not clip")] = 1.0
     steps_per_print: Annotated[
-        Positive | None, BeforeValidator(_steps), Key("steps between two lines of the log; null or inf is never")
+        Positive | None, BeforeValidator(never_if_infinite), Key("steps between two lines of the log; null or inf is never")
     ] = None
     optimizer: Annotated[Adam | AdamW | Sgd | Lion | Adagrad | None, Key("the update rule; null expects one from the caller")] = (
         None
@@ -570,7 +352,7 @@ class Config(Block):
     prescale_gradients: Annotated[Flag, Key("divide gradients before they are summed, not after")] = False
     gradient_predivide_factor: Annotated[Real, Field(gt=0), Key("part of the division that comes before the sum")] = 1.0
     gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], BeforeValidator(_lower), _any_case("mean", "sum"), Key("how ranks' gradients are combined")
+        Literal["mean", "sum"], BeforeValidator(lower), any_case("mean", "sum"), Key("how ranks' gradients are combined")
     ] = "mean"
     activation_checkpointing: Annotated[ActivationCheckpointing, Key("where checkpoints of activations rest")] = (
         ActivationCheckpointing()
@@ -588,15 +370,15 @@ class Config(Block):
     wandb: Annotated[Wandb, Key("a sink for scalars")] = Wandb()
     naught: Annotated[Naught, Key("settings that DeepSpeed does not have")] = Naught()
     zero_allow_untested_optimizer: Annotated[
-        Flag, _idle("every elementwise optimizer is exact under ZeRO; others are refused with the reason")
+        Flag, idle("every elementwise optimizer is exact under ZeRO; others are refused with the reason")
     ] = False
-    zero_force_ds_cpu_optimizer: Annotated[Flag, _idle("the CPU update is the same rule as the GPU's")] = True
-    disable_allgather: Annotated[Flag, _idle("weights are always all-gathered")] = False
-    dump_state: Annotated[Flag, _idle("naught config check prints the configuration")] = False
-    disable_python_gc: Annotated[Flag, _idle("the garbage collector is the program's own business")] = False
-    log_level: Annotated[Opaque, _idle('use logging.getLogger("naught")')] = None
-    vocabulary_size: Annotated[Opaque, _idle("only DeepSpeed's autotuner reads it")] = None
-    seq_parallel_communication_data_type: Annotated[Opaque, _idle("there is no sequence parallelism")] = None
-    weight_quantization: Annotated[Opaque, _idle("belongs to DeepSpeed's inference")] = None
-    comet: Annotated[Opaque, _idle("there is no Comet sink; metrics are always written as JSON lines")] = None
+    zero_force_ds_cpu_optimizer: Annotated[Flag, idle("the CPU update is the same rule as the GPU's")] = True
+    disable_allgather: Annotated[Flag, idle("weights are always all-gathered")] = False
+    dump_state: Annotated[Flag, idle("naught config check prints the configuration")] = False
+    disable_python_gc: Annotated[Flag, idle("the garbage collector is the program's own business")] = False
+    log_level: Annotated[Opaque, idle('use logging.getLogger("naught")')] = None
+    vocabulary_size: Annotated[Opaque, idle("only DeepSpeed's autotuner reads it")] = None
+    seq_parallel_communication_data_type: Annotated[Opaque, idle("there is no sequence parallelism")] = None
+    weight_quantization: Annotated[Opaque, idle("belongs to DeepSpeed's inference")] = None
+    comet: Annotated[Opaque, idle("there is no Comet sink; metrics are always written as JSON lines")] = None
     auto: Annotated[frozenset[str], Field(exclude=True)] = frozenset()

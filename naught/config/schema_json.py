@@ -6,7 +6,8 @@ from typing import Any
 
 from naught.config import keys
 from naught.config.refused import REFUSED
-from naught.config.schema import Block, Config
+from naught.config.schema import Config
+from naught.config.types import Block
 
 __all__ = ["json_schema"]
 
