@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from naught.estimate import Job
     from naught.formulas import recipe
     from naught.machine import Machine, detect
+    from naught.model_names import parse_model
     from naught.modules import plan_for
-    from naught.shapes import parse_model
     from naught.showing import show
 
 __version__ = "0.1.0"
@@ -75,7 +75,7 @@ _HOMES = {
     "detect": "machine",
     "initialize": "engine",
     "load_config": "config",
-    "parse_model": "shapes",
+    "parse_model": "model_names",
     "plan_for": "modules",
     "recipe": "formulas",
     "show": "showing",

@@ -19,7 +19,8 @@ from naught.estimate import (
 )
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Tier, place_stage
-from naught.shapes import Model, Run, gpt_of_count
+from naught.presets import gpt_of_count
+from naught.shapes import Model, Run
 
 __all__ = ["POOLED", "Advice", "advise", "best_forecast", "largest_numel", "pool"]
 

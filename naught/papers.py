@@ -19,7 +19,7 @@ from naught.formulas import (
     state_bytes,
 )
 from naught.placement import PLACEMENTS, Placement
-from naught.shapes import PRESETS
+from naught.presets import PRESETS
 
 __all__ = ["TABLES", "Table"]
 

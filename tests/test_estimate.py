@@ -23,10 +23,12 @@ from naught.estimate import (
 from naught.formulas import recipe, state_bytes
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import GPUS, Gpu, Machine
+from naught.model_names import parse_model
 from naught.moving import Budgets
 from naught.placement import PLACEMENTS, Kind, Placement, Tier
 from naught.plan import compile_plan
-from naught.shapes import Run, gpt_of_count, parse_model
+from naught.presets import gpt_of_count
+from naught.shapes import Run
 from naught.steps import Event, Moment, Pass, UnitBytes, Verb
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)

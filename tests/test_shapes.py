@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from naught.errors import ModelError, NaughtError
-from naught.shapes import PRESETS, gpt_of_count, parse_model, transformer_from_hf
+from naught.hugging_face import transformer_from_hf
+from naught.model_names import parse_model
+from naught.presets import PRESETS, gpt_of_count
 
 # Parameter counts that the models' authors publish.
 PUBLISHED = {

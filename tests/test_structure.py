@@ -21,7 +21,7 @@ LAYERS = [
     ["errors"],
     ["quantity", "text", "placement", "layout", "units"],
     ["steps", "expansion", "holding", "moving", "plan"],
-    ["formulas", "shapes", "machine"],
+    ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
     ["estimate", "papers"],
     ["advice", "showing"],
     [

@@ -16,10 +16,12 @@ from naught.errors import UsageError
 from naught.estimate import Checkpointing, Forecast, Job, PlacedRun, forecast, transformer_activations
 from naught.formulas import recipe
 from naught.machine import Machine, detect, parse_gpu
+from naught.model_names import parse_model
 from naught.papers import TABLES
 from naught.placement import PLACEMENTS, Place, Placement, Tier
+from naught.presets import PRESETS
 from naught.quantity import parse_bytes, show_bytes, show_count
-from naught.shapes import PRESETS, Model, Run, parse_model
+from naught.shapes import Model, Run
 from naught.text import print_table
 
 if TYPE_CHECKING:
