@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         ScheduleError,
         UsageError,
     )
-    from naught.estimate import Job
     from naught.formulas import recipe
+    from naught.job import Job
     from naught.machine import Machine, detect
     from naught.model_names import parse_model
     from naught.modules import plan_for
@@ -62,7 +62,7 @@ _HOMES = {
     "Config": "config",
     "ConfigError": "errors",
     "Engine": "engine",
-    "Job": "estimate",
+    "Job": "job",
     "Machine": "machine",
     "ModelError": "errors",
     "NaughtError": "errors",

@@ -6,21 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from naught.estimate import (
-    ActivationBytes,
-    Category,
-    Checkpointing,
-    Forecast,
-    Job,
-    PlacedRun,
-    forecast,
-    resting_bytes,
-    transformer_activations,
-)
+from naught.estimate import Category, Forecast, forecast
+from naught.job import ActivationBytes, Checkpointing, Job, transformer_activations
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Tier, place_stage
 from naught.presets import gpt_of_count
 from naught.shapes import Model, Run
+from naught.sizes import PlacedRun, resting_bytes
 
 __all__ = ["POOLED", "Advice", "advise", "best_forecast", "largest_numel", "pool"]
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from naught.advice import Advice, advise
 from naught.describe import describe
 from naught.errors import ModelError, UsageError
-from naught.estimate import Job
+from naught.job import Job
 from naught.machine import Machine, detect
 from naught.shapes import Model, Run
 from naught.trace import trace_activations

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from naught.advice import Advice
-from naught.estimate import Category, Checkpointing, Forecast
+from naught.estimate import Category, Forecast
+from naught.job import Checkpointing
 from naught.placement import Tier
 from naught.quantity import show_bytes, show_count, show_seconds
 from naught.text import table

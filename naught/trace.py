@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from naught.describe import describe
 from naught.errors import ModelError
-from naught.estimate import ActivationBytes
+from naught.job import ActivationBytes
 from naught.units import UnitRules, UnitSpec, find_units
 
 __all__ = ["trace_activations"]

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 
 from naught.advice import POOLED, advise, best_forecast, largest_numel, pool
 from naught.errors import UsageError
-from naught.estimate import (
-    ActivationBytes,
-    Category,
-    Checkpointing,
-    Job,
-    PlacedRun,
-    forecast,
-    transformer_activations,
-    whole_working_set,
-)
+from naught.estimate import Category, forecast
 from naught.formulas import recipe, state_bytes
+from naught.job import ActivationBytes, Checkpointing, Job, transformer_activations
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import GPUS, Gpu, Machine
 from naught.model_names import parse_model
@@ -29,7 +21,9 @@ from naught.placement import PLACEMENTS, Kind, Placement, Tier
 from naught.plan import compile_plan
 from naught.presets import gpt_of_count
 from naught.shapes import Run
+from naught.sizes import PlacedRun
 from naught.steps import Event, Moment, Pass, UnitBytes, Verb
+from naught.working_set import whole_working_set
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 NOTHING = ActivationBytes(0, 0, 0, "none")

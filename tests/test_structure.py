@@ -22,7 +22,7 @@ LAYERS = [
     ["quantity", "text", "placement", "layout", "units"],
     ["steps", "expansion", "holding", "moving", "plan"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
-    ["estimate", "papers"],
+    ["job", "sizes", "working_set", "traffic", "estimate", "papers"],
     ["advice", "showing"],
     [
         "config.read",

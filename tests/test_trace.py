@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from naught.describe import describe
 from naught.errors import ModelError, UsageError
-from naught.estimate import Job
 from naught.formulas import recipe
+from naught.job import Job
 from naught.machine import GPUS, Machine
 from naught.modules import model_of, plan_for
 from naught.placement import Tier

@@ -13,8 +13,9 @@ from naught import showing
 from naught.advice import POOLED, Advice, advise
 from naught.cli.files import write_new
 from naught.errors import UsageError
-from naught.estimate import Checkpointing, Forecast, Job, PlacedRun, forecast, transformer_activations
+from naught.estimate import Forecast, forecast
 from naught.formulas import recipe
+from naught.job import Checkpointing, Job, transformer_activations
 from naught.machine import Machine, detect, parse_gpu
 from naught.model_names import parse_model
 from naught.papers import TABLES
@@ -22,6 +23,7 @@ from naught.placement import PLACEMENTS, Place, Placement, Tier
 from naught.presets import PRESETS
 from naught.quantity import parse_bytes, show_bytes, show_count
 from naught.shapes import Model, Run
+from naught.sizes import PlacedRun
 from naught.text import print_table
 
 if TYPE_CHECKING:

@@ -1,0 +1,81 @@
+"""Job: one step of training on one rank, and the activations that it keeps. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from naught.errors import UsageError
+from naught.formulas import Recipe, block_activation_bytes, checkpoint_bytes, full_activation_bytes, recipe
+from naught.shapes import Transformer
+
+__all__ = ["ActivationBytes", "Checkpointing", "Job", "transformer_activations"]
+
+_MIXED_ADAM = recipe()
+
+
+class Checkpointing(StrEnum):
+    """What is kept of a block's activations between forward and backward."""
+
+    NONE = "none"  # everything
+    BLOCK = "block"  # its input, on the device
+    HOST = "host"  # its input, on the host
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of training on one rank."""
+
+    micro_batch: int = 1
+    seq: int = 1024
+    accumulation: int = 1
+    recipe: Recipe = _MIXED_ADAM
+    checkpointing: Checkpointing = Checkpointing.BLOCK
+    fused_attention: bool = True
+    summed_grad: int = 4
+
+    def __post_init__(self) -> None:
+        if min(self.micro_batch, self.seq, self.accumulation) < 1:
+            raise UsageError("micro-batch, sequence length and accumulation are at least 1")
+
+    @property
+    def kept_grad(self) -> int:
+        """Bytes of a gradient that waits for the update: 32-bit when micro-batches are summed, unless told otherwise."""
+        return self.summed_grad if self.accumulation > 1 else self.recipe.grad
+
+
+class ActivationBytes(NamedTuple):
+    """Activations of one micro-batch: all of them, those alive while one block is recomputed, and the checkpoints.
+
+    `forward_flops` is what the forward computes; None is two for each parameter and token.
+    """
+
+    full: int
+    working: int
+    checkpoints: int
+    source: str
+    forward_flops: int | None = None
+
+
+def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
+    """The papers' formulas, plus the logits in their own and in 32-bit precision, which the papers leave out.
+
+    Without checkpoints the larger of the two papers' formulas counts; a real block keeps more than either.
+    """
+    wide = job.recipe.weight // 2
+    tokens = job.micro_batch * job.seq
+    block = wide * block_activation_bytes(
+        shape.hidden, shape.heads, batch=job.micro_batch, seq=job.seq, fused_attention=job.fused_attention
+    )
+    logits = tokens * shape.vocab * (job.recipe.weight + 4)
+    checkpoints = wide * checkpoint_bytes(shape.layers, shape.hidden, batch=job.micro_batch, seq=job.seq)
+    everything = max(
+        shape.layers * block,
+        wide * full_activation_bytes(shape.layers, shape.hidden, batch=job.micro_batch, seq=job.seq),
+    )
+    scores = "without" if job.fused_attention else "with"
+    source = f"ZeRO-Infinity's formula ({scores} attention scores) and the logits"
+    if job.checkpointing is Checkpointing.NONE:
+        source = "the papers' formulas and the logits: a lower bound, as gated layers keep up to twice as much"
+    return ActivationBytes(everything + logits, block + logits, checkpoints, source)

@@ -1,0 +1,69 @@
+"""Sizes: the bytes of a model's units on one rank, under a placement and a job. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from naught.formulas import Recipe
+from naught.job import Job
+from naught.layout import ALIGN_NUMEL, pad
+from naught.placement import Kind, Placement, Tier
+from naught.shapes import Run
+from naught.steps import UnitBytes
+
+__all__ = ["PlacedRun", "resting_bytes", "resting_of", "tiled", "trained_numel", "unit_bytes"]
+
+
+class PlacedRun(NamedTuple):
+    run: Run
+    placement: Placement
+
+
+def resting_bytes(run: Run, placement: Placement, world: int, job: Job) -> dict[Tier, int]:
+    """What a run's states take on each tier between their uses."""
+    totals = dict.fromkeys(Tier, 0)
+    for kind in Kind:
+        totals[placement.of(kind).tier] += resting_of(kind, run, placement, world, job)
+    return totals
+
+
+def resting_of(kind: Kind, run: Run, placement: Placement, world: int, job: Job) -> int:
+    size = unit_bytes(run, placement, world, job)
+    whole, shard = {
+        Kind.PARAM: (size.weights, size.weight_shard),
+        Kind.GRAD: (size.grads, size.grad_shard),
+        Kind.OPTIM: (size.state_shard, size.state_shard),
+    }[kind]
+    return run.repeat * (shard if placement.of(kind).split else whole)
+
+
+def tiled(run: Run, tiles: int) -> Run:
+    if run.outer:  # in use throughout: its tiles would be as well
+        return run
+    frozen, trained = -(-run.frozen // tiles), -(-(run.numel - run.frozen) // tiles)
+    return run._replace(numel=frozen + trained, repeat=run.repeat * tiles, frozen=frozen)
+
+
+def unit_bytes(run: Run, placement: Placement, world: int, job: Job) -> UnitBytes:
+    """A unit's trained and frozen parameters are two flats; the frozen one has neither gradients nor states."""
+    trained = trained_numel(run, world)
+    weights = trained + pad(run.frozen, world, ALIGN_NUMEL)
+    return UnitBytes(
+        weights=weights * job.recipe.weight,
+        weight_shard=weights // world * job.recipe.weight,
+        grads=trained * (job.recipe.grad if placement.grad.split else job.kept_grad),
+        grad_shard=trained // world * job.kept_grad,
+        state_shard=trained // (world if placement.optim.split else 1) * _state(placement, job.recipe),
+        trained=trained > 0,
+    )
+
+
+def _state(placement: Placement, recipe: Recipe) -> int:
+    """Bytes of optimizer state for a parameter; an update off the device needs a master there, also of 32-bit weights."""
+    needs_copy = recipe.master == 0 and placement.optim.tier is not Tier.DEVICE and placement.param.tier is Tier.DEVICE
+    return recipe.state + (recipe.weight if needs_copy else 0)
+
+
+def trained_numel(run: Run, world: int) -> int:
+    """Elements of a unit's trained flat, its padding included."""
+    return pad(run.numel - run.frozen, world, ALIGN_NUMEL)

@@ -1,0 +1,102 @@
+"""Traffic: what one rank moves in one step, and how long each resource is busy with it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from naught.job import ActivationBytes, Checkpointing, Job
+from naught.machine import Machine
+from naught.placement import Tier
+from naught.sizes import PlacedRun, trained_numel, unit_bytes
+
+__all__ = ["Times", "Traffic", "times_of", "traffic_of"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that each resource is busy in one step."""
+
+    compute: float
+    network: float
+    link: float
+    update: float
+    disk: float
+
+    @property
+    def serial(self) -> float:
+        """A step in which nothing overlaps: the papers' bound from above."""
+        return self.compute + self.network + self.link + self.update + self.disk
+
+    @property
+    def overlapped(self) -> float:
+        """A step in which everything overlaps: no schedule is faster."""
+        return max(self.compute, self.network, self.link, self.update, self.disk)
+
+
+class Traffic(NamedTuple):
+    volume: dict[str, int]
+    link: int
+    disk: int
+
+
+def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world: int, job: Job) -> Traffic:
+    """Bytes of one step and rank: through collectives, between host and device, to and from the disk."""
+    gathered = reduced = link = disk = 0
+    passes, wire = job.accumulation, job.recipe.grad
+    last = max((at for at, (run, _) in enumerate(placed) if not run.outer), default=-1)
+    for at, (run, placement) in enumerate(placed):
+        size = unit_bytes(run, placement, world, job)
+        trained = trained_numel(run, world)
+        reduces = (passes if placement.grad.split else 1) * run.repeat
+        reduced += trained * wire * reduces
+        if placement.param.split:
+            # The last unit of the forward is the first of the backward, as an outer one is: the plan keeps it.
+            kept = passes * (run.repeat if run.outer else int(at == last))
+            gathers = 2 * passes * run.repeat - kept
+            gathered += size.weights * gathers
+            link += size.weight_shard * gathers * (placement.param.tier is not Tier.DEVICE)
+            disk += size.weight_shard * gathers * (placement.param.tier is Tier.DISK)
+            disk += trained // world * job.recipe.weight * run.repeat * (placement.param.tier is Tier.DISK)
+        else:
+            # Whole weights are stale after an update elsewhere; after one on every rank it is the gradients that travel.
+            gathered += trained * (job.recipe.weight if placement.optim.split else wire) * run.repeat
+        on_device = placement.optim.tier is Tier.DEVICE
+        if placement.grad.tier is not Tier.DEVICE:
+            link += trained // world * wire * reduces
+        if on_device != (placement.grad.tier is Tier.DEVICE):
+            link += trained // world * wire * run.repeat
+        if on_device != (placement.param.tier is Tier.DEVICE):
+            link += trained // world * job.recipe.weight * run.repeat
+        if placement.grad.tier is Tier.DISK:
+            disk += 2 * size.grad_shard * reduces  # each micro-batch but the first is added to what is there
+        if placement.optim.tier is Tier.DISK:
+            disk += 2 * size.state_shard * run.repeat
+    if job.checkpointing is Checkpointing.HOST:
+        link += 2 * activations.checkpoints * passes
+    volume = {"all-gather": gathered * (world - 1) // world, "reduce-scatter": reduced * (world - 1) // world}
+    return Traffic(volume, link, disk)
+
+
+_DEVICE_UPDATE_NUMEL_S = 50e9  # a fused AdamW on device memory; never what decides
+
+
+def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int | None, machine: Machine, job: Job) -> Times:
+    if forward_flops is None:
+        forward_flops = 2 * job.micro_batch * job.seq * sum(run.numel * run.repeat for run, _ in placed)
+    forwards = 3 if job.checkpointing is Checkpointing.NONE else 4  # a backward is two forwards; and the recompute
+    on_host = on_device = 0.0
+    for run, placement in placed:
+        share = (run.numel - run.frozen) * run.repeat / (machine.ranks if placement.optim.split else 1)
+        if placement.optim.tier is Tier.DEVICE:
+            on_device += share
+        else:
+            on_host += share
+    return Times(
+        compute=forwards * forward_flops * job.accumulation / machine.gpu.flops,
+        network=sum(traffic.volume.values()) / machine.collective_bytes_s,
+        link=traffic.link / machine.link_bytes_s,
+        update=on_device / _DEVICE_UPDATE_NUMEL_S + on_host * machine.local_ranks / machine.update_numel_s,
+        disk=traffic.disk * machine.local_ranks / machine.disk_bytes_s,
+    )
