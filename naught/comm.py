@@ -19,8 +19,10 @@ from torch import Tensor
 
 from naught.errors import ScheduleError
 
-__all__ = ["Group", "Ledger", "Pending"]
+__all__ = ["SAME_ORDER", "Group", "Ledger", "Pending"]
 
+
+SAME_ORDER = "all ranks must run the same modules in the same order; a module that some ranks skip is fine"
 
 # Groups share one store, and every rank makes its groups in the same order: their number keeps their keys apart.
 _NUMBERS = itertools.count()
@@ -133,7 +135,7 @@ class Group:
         except RuntimeError as error:  # torch's DistStoreError is one
             raise ScheduleError(
                 f"{story}, and not all other ranks met the same within {self.patience_s:g} s",
-                fix="all ranks must run the same modules in the same order; a module that some ranks skip is fine",
+                fix=SAME_ORDER,
             ) from error
         rows = [[int(number) for number in store.get(key).decode().split(",")] for key in keys]
         return torch.tensor(rows)

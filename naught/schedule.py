@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from naught.comm import Group
+from naught.comm import SAME_ORDER, Group
 from naught.errors import ScheduleError
 from naught.moving import Budgets
 from naught.placement import Kind
@@ -159,20 +159,14 @@ class Schedule:
     def _leave_plan(self, running: _Pass, moment: Moment, name: str) -> None:
         """The plan does not have this: all ranks must leave it here, or none can go on."""
         at = torch.tensor([running.cursor, self.order.index(name), list(Moment).index(moment)])
-        rows = self.group.diverge(at, self._story(moment, name))
+        story = f'{moment} of unit "{name or "root"}" is not in the plan'
+        rows = self.group.diverge(at, story)
         if not bool((rows == rows[0]).all()):
-            raise ScheduleError(
-                f'this rank came to {moment} of unit "{name or "root"}", which the plan does not have here, and other ranks came '
-                "to something else",
-                fix="all ranks must run the same modules in the same order; a module that some ranks skip is fine",
-            )
+            raise ScheduleError(f"{story}, and other ranks met something else", fix=SAME_ORDER)
         for unit in self.units.values():
             unit.settle()
         running.plan = None
         self.plans.pop((running.training, running.which), None)
-
-    def _story(self, moment: Moment, name: str) -> str:
-        return f'{moment} of unit "{name or "root"}" is not in the plan'
 
     # --- without a plan ---
 

@@ -30,6 +30,7 @@ LAYERS = [
         "config.types",
         "config.optimizers",
         "config.schema",
+        "config.old_names",
         "config.keys",
         "config.contradictions",
         "config.check",

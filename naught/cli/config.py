@@ -11,7 +11,7 @@ from typing import Any
 
 from naught.cli.files import write_new
 from naught.config import Effect, check, derive_batch, keys
-from naught.config.check import OLD_NAMES
+from naught.config.old_names import OLD_NAMES
 from naught.config.refused import REFUSED
 from naught.config.schema_json import json_schema
 from naught.config.starters import starter

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -12,14 +11,15 @@ from pydantic import ValidationError
 
 from naught.config import keys
 from naught.config.contradictions import contradictions
+from naught.config.old_names import modern_top, modern_zero
 from naught.config.optimizers import OPTIMIZERS, SCHEDULERS
 from naught.config.read import Document, Source, Spot, dotted, is_remark, read
 from naught.config.refused import REFUSED, REFUSED_OPTIMIZERS, is_off
-from naught.config.schema import Config
-from naught.config.types import Block, Effect
+from naught.config.schema import Config, Zero
+from naught.config.types import Block, Effect, shown
 from naught.errors import ConfigError, Problem
 
-__all__ = ["OLD_NAMES", "Note", "Report", "check", "fill", "load", "to_document"]
+__all__ = ["Note", "Report", "check", "fill", "load", "to_document"]
 
 
 class Note(NamedTuple):
@@ -108,7 +108,7 @@ class _Walk:
     def block(self, kind: type[Block], values: Mapping[str, Any], place: Spot, path: str) -> Block:
         """Build one block from its members, with defaults where a member is wrong."""
         members: dict[str, Any] = {}
-        for spelling, value in _modern(kind, values, self).items():
+        for spelling, value in self._modern(kind, values).items():
             spot = (*place, spelling)
             if is_remark(spelling):
                 continue
@@ -125,6 +125,20 @@ class _Walk:
                 self._member(kind, name, value, here, members)
         return self._validate(kind, members, place, path)
 
+    def _modern(self, kind: type[Block], values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The members of a block, in the words of today."""
+        translate = {Config: modern_top, Zero: modern_zero}.get(kind)
+        if translate is None:
+            return values
+        modern = translate(values)
+        for path, what, fix in modern.faults:
+            self.problem(path, what, fix)
+        self.notes += [Note(dotted(path), Effect.HONOURED, detail) for path, detail in modern.remarks]
+        for new, old in modern.stands_for.items():
+            if old in self.document.lines:
+                self.document.lines.setdefault(new, self.document.lines[old])
+        return modern.values
+
     def _member(self, kind: type[Block], name: str, value: Any, path: str, members: dict[str, Any]) -> None:
         info = keys.fields(kind)[name]
         inner = keys.variants(info)
@@ -133,7 +147,7 @@ class _Walk:
             if value is None:
                 return  # null stands for an absent block, as Hugging Face writes it
             if not isinstance(value, dict):
-                self.problem(spot, f"must be an object, is {_shown(value)}")
+                self.problem(spot, f"must be an object, is {shown(value)}")
                 return
             variant = self._variant(name, inner, value, spot)
             if variant:
@@ -155,7 +169,7 @@ class _Walk:
         wanted = value.get("type")
         if not isinstance(wanted, str):
             self.problem(
-                (*spot, "type"), "is missing" if wanted is None else f"must be a text, is {_shown(wanted)}", _choices(inner)
+                (*spot, "type"), "is missing" if wanted is None else f"must be a text, is {shown(wanted)}", _choices(inner)
             )
             return None
         lowered = wanted.lower()
@@ -168,7 +182,7 @@ class _Walk:
             return None
         near = get_close_matches(lowered, known, n=1)
         guess = f"did you mean {known[near[0]].model_fields['type'].default}?" if near else _choices(inner)
-        self.problem((*spot, "type"), f"{_shown(wanted)} is not known by name", guess)
+        self.problem((*spot, "type"), f"{shown(wanted)} is not known by name", guess)
         return None
 
     def _refuse(self, path: str, value: Any, spot: Spot) -> None:
@@ -187,7 +201,7 @@ class _Walk:
             value = members.pop(name)
             here = f"{path}.{name}".removeprefix(".")
             info = keys.fields(kind)[name]
-            what = f"must be {keys.allowed(info)}, is {_shown(value)}"
+            what = f"must be {keys.allowed(info)}, is {shown(value)}"
             self.problem(self.places.get(here, (*place, name)), what, keys.key_of(info).why if keys.is_fixed(info) else "")
         return kind.model_validate(members)
 
@@ -203,77 +217,6 @@ class _Walk:
 
 def _choices(inner: tuple[type[Block], ...]) -> str:
     return "choose " + ", ".join(str(variant.model_fields["type"].default) for variant in inner)
-
-
-def _shown(value: Any) -> str:
-    kinds: list[tuple[type, Callable[[Any], str]]] = [
-        (bool, lambda flag: f"{str(flag).lower()} (a boolean)"),
-        (str, lambda text: f'"{text[:60]}" (a text)'),
-        (dict, lambda _: "an object"),
-        (list, lambda members: f"a list of {len(members)}" if len(members) > 4 else f"[{', '.join(map(_shown, members))}]"),
-        (float, lambda number: "NaN" if math.isnan(number) else repr(number)),
-    ]
-    if value is None:
-        return "null"
-    return next((show(value) for kind, show in kinds if isinstance(value, kind)), repr(value)[:60])
-
-
-# --- old ways of saying things ----------------------------------------------------------------------------------------
-
-OLD_NAMES = {
-    "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
-    "cpu_offload_param": 'offload_param: {"device": "cpu"}',
-    "cpu_offload_use_pin_memory": "pin_memory of both",
-    "fp32_allreduce": 'communication_data_type: "fp32"',
-}
-_OLD_PIN = "cpu_offload_use_pin_memory"
-_OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-
-
-def _modern(kind: type[Block], values: Mapping[str, Any], walk: _Walk) -> Mapping[str, Any]:
-    """The members of a block, with keys that DeepSpeed has renamed in another form put into the present one."""
-    if kind is Config and "fp32_allreduce" in values:
-        return _without_fp32_allreduce(values, walk)
-    if kind is Config and isinstance(values.get("zero_optimization"), bool):
-        walk.notes.append(Note("zero_optimization", Effect.HONOURED, "an old way to say stage 1 (true) or 0 (false)"))
-        return {**values, "zero_optimization": {"stage": int(values["zero_optimization"])}}
-    if "stage" not in keys.fields(kind):
-        return values
-    modern = {key: value for key, value in values.items() if key not in (*_OLD_OFFLOADS, _OLD_PIN)}
-    pinned = values.get(_OLD_PIN)
-    if pinned is not None and not isinstance(pinned, bool):
-        walk.problem(("zero_optimization", _OLD_PIN), f"must be true or false, is {_shown(pinned)}")
-    elif pinned is not None:
-        walk.notes.append(Note(f"zero_optimization.{_OLD_PIN}", Effect.HONOURED, f"the old name of {OLD_NAMES[_OLD_PIN]}"))
-    for old, new in _OLD_OFFLOADS.items():
-        asked = values.get(old)
-        spot = ("zero_optimization", old)
-        if asked in (None, "auto"):
-            continue
-        if not isinstance(asked, bool):
-            walk.problem(spot, f"must be true or false, is {_shown(asked)}")
-        elif asked and values.get(new) is not None:
-            walk.problem(spot, f"says again what {new} says", f"remove {old}, which is the old name")
-        else:
-            walk.notes.append(Note(f"zero_optimization.{old}", Effect.HONOURED, f"the old name of {new}"))
-            if asked:
-                modern[new] = {"device": "cpu"} | ({"pin_memory": pinned} if isinstance(pinned, bool) else {})
-                if spot in walk.document.lines:
-                    walk.document.lines.setdefault(("zero_optimization", new), walk.document.lines[spot])
-    return modern
-
-
-def _without_fp32_allreduce(values: Mapping[str, Any], walk: _Walk) -> Mapping[str, Any]:
-    asked = values["fp32_allreduce"]
-    modern = {key: value for key, value in values.items() if key != "fp32_allreduce"}
-    if not isinstance(asked, bool):
-        walk.problem(("fp32_allreduce",), f"must be true or false, is {_shown(asked)}")
-    elif asked and values.get("communication_data_type") is not None:
-        walk.problem(("fp32_allreduce",), "says again what communication_data_type says", "remove it")
-    else:
-        walk.notes.append(Note("fp32_allreduce", Effect.HONOURED, 'the old way to say "communication_data_type": "fp32"'))
-        modern |= {"communication_data_type": "fp32"} if asked else {}
-    return _modern(Config, modern, walk)
 
 
 # --- filling in "auto" ------------------------------------------------------------------------------------------------

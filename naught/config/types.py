@@ -4,6 +4,7 @@ they are only writing a number as people do."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -31,6 +32,7 @@ __all__ = [
     "idle",
     "lower",
     "never_if_infinite",
+    "shown",
     "true_or_false",
 ]
 
@@ -129,3 +131,17 @@ class Block(BaseModel):
     """An object of the configuration; its fields are its keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: short, and with its type where that is the point."""
+    kinds: list[tuple[type, Callable[[Any], str]]] = [
+        (bool, lambda flag: f"{str(flag).lower()} (a boolean)"),
+        (str, lambda text: f'"{text[:60]}" (a text)'),
+        (dict, lambda _: "an object"),
+        (list, lambda members: f"a list of {len(members)}" if len(members) > 4 else f"[{', '.join(map(shown, members))}]"),
+        (float, lambda number: "NaN" if math.isnan(number) else repr(number)),
+    ]
+    if value is None:
+        return "null"
+    return next((show(value) for kind, show in kinds if isinstance(value, kind)), repr(value)[:60])
