@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
 from naught.errors import ModelError, UsageError
 from naught.flat import Meter
+from naught.layout import ALIGN_NUMEL
 from naught.moving import Budgets
-from naught.placement import Kind, Tier
+from naught.placement import Kind, Place, Placement, Tier
 from naught.rules import AdamW, Rule, Sgd
 from naught.unit import Segment, Unit
-from naught.units import UnitRules, find_units, segments
+from naught.units import UnitRules, UnitSpec, find_units, segments
+from naught.update import UpdateLimits
 
-__all__ = ["budgets_of", "build_units", "refuse_what_is_not_there_yet", "rule_of"]
+__all__ = ["budgets_of", "build_units", "limits_of", "refuse_what_is_not_there_yet", "rule_of"]
 
 _LOG = logging.getLogger("naught")
+
+_ELEMENT_BYTES = 4  # budgets count elements, and the engine trains fp32 so far
+_NO_LIMIT = 1 << 62
 
 # Keys that this engine heeds, and keys that only tune: the result is the same without them.
 _HEEDED = (
@@ -33,9 +39,17 @@ _HEEDED = (
     "zero_optimization.stage",
     "zero_optimization.overlap_comm",
     "zero_optimization.leaf_module.",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.sub_group_size",
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_model_persistence_threshold",
     "naught.nvme_path",
+    "naught.reduce_every_micro_batch",
+    "naught.lazy_weights",
 )
 _TUNING = ("zero_optimization.", "aio.", "checkpoint.", "steps_per_print", "timers.", "dataloader_drop_last")
 
@@ -85,35 +99,76 @@ def rule_of(config: Config) -> tuple[Rule, dict[str, Any]]:
 
 
 def build_units(model: nn.Module, config: Config, group: Group, meter: Meter) -> dict[str, Unit]:
-    """Move the model's parameters into the flats of its units."""
+    """Move the model's parameters into the flats of its units. The root is always one, if only to borrow others."""
+    _refuse_model(model)
     params = dict(model.named_parameters())
-    other = next((name for name, param in params.items() if param.requires_grad and param.dtype != torch.float32), None)
-    if other is not None:
-        raise UsageError(f'the engine trains fp32 so far, and "{other}" is {params[other].dtype}', fix="call model.float() first")
-    placement = placement_of(config)
     leaf = config.zero_optimization.leaf_module
     rules = UnitRules(frozenset(leaf.classes), frozenset(leaf.names), frozenset(leaf.name_suffixes))
-    units: dict[str, Unit] = {}
-    for spec in find_units(describe(model), rules):
+    specs = find_units(describe(model), rules)
+    placements = _placements(specs, config)
+    units = {"": Unit("", [], placement_of(config))}
+    for spec in specs:
         parts = [
-            Segment([params[slot.name] for slot in layout.slots], layout, placement, group, meter)
+            Segment([params[slot.name] for slot in layout.slots], layout, placements[spec.name], group, meter)
             for layout in segments(spec, world=group.size).values()
         ]
-        units[spec.name] = Unit(spec.name, parts, placement)
+        units[spec.name] = Unit(spec.name, parts, placements[spec.name])
     if not any(unit.trained for unit in units.values()):
         raise ModelError("the model has no parameters to train")
     return units
 
 
+def _refuse_model(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise ModelError(
+                f'parameter "{name}" is on the meta device', fix='fill the model first: model.to_empty(device="cpu")'
+            )
+        if param.requires_grad and param.dtype != torch.float32:
+            raise UsageError(f'the engine trains fp32 so far, and "{name}" is {param.dtype}', fix="call model.float() first")
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.sparse:
+            raise ModelError(f'"{name}" has sparse gradients, which do not go into a flat', fix="set sparse=False")
+        if module.max_norm is not None:
+            raise ModelError(
+                f'"{name}" rewrites its weights in its forward (max_norm), on each rank by its own batch: ranks would part',
+                fix="set max_norm=None and scale the weights inside engine.gathered()",
+            )
+
+
+def _placements(specs: Sequence[UnitSpec], config: Config) -> dict[str, Placement]:
+    """Each unit as the configuration says; but small ones stay whole, the smallest first, as far as there is room."""
+    zero, base = config.zero_optimization, placement_of(config)
+    found = {spec.name: base for spec in specs}
+    if base.param.split:
+        room = zero.stage3_model_persistence_threshold
+        for spec in sorted(specs, key=lambda spec: spec.numel):
+            if spec.numel < zero.stage3_param_persistence_threshold and spec.numel <= room:
+                room -= spec.numel
+                found[spec.name] = replace(base, param=Place(split=False))
+    return found
+
+
 def budgets_of(config: Config, units: Mapping[str, Unit]) -> Budgets:
     """Budgets in elements become bytes, rounded up so that one unit can always be fetched ahead."""
     zero = config.zero_optimization
-    sizes = [unit.sizes().weights for unit in units.values()]
-    largest = max(sizes)
-    ahead = 0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size * 4
-    live = max(zero.stage3_max_live_parameters * 4, 2 * largest)
+    largest = max(unit.sizes().weights for unit in units.values())
+    ahead = 0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size * _ELEMENT_BYTES
     return Budgets(
         ahead_bytes=largest + max(ahead, largest) if ahead else 0,
-        live_bytes=live,
+        live_bytes=max(zero.stage3_max_live_parameters * _ELEMENT_BYTES, 2 * largest),
+        reuse_bytes=zero.stage3_max_reuse_distance * _ELEMENT_BYTES,
         overlap_reduce=zero.overlap_comm is not False,
+    )
+
+
+def limits_of(config: Config) -> UpdateLimits:
+    zero = config.zero_optimization
+    return UpdateLimits(
+        clip=config.gradient_clipping,
+        part_numel=max(ALIGN_NUMEL, (zero.sub_group_size or _NO_LIMIT) // ALIGN_NUMEL * ALIGN_NUMEL),
+        flight_bytes=zero.allgather_bucket_size * _ELEMENT_BYTES,
+        lazy=config.naught.lazy_weights,
     )

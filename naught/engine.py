@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import naught
 from naught.agreement import agree, facts_of
-from naught.build import budgets_of, build_units, refuse_what_is_not_there_yet, rule_of
+from naught.build import budgets_of, build_units, limits_of, refuse_what_is_not_there_yet, rule_of
 from naught.comm import Group
 from naught.config import Batch, Config, Source, derive_batch, load
+from naught.devices import device_of
 from naught.flat import Meter
 from naught.passes import Passes
 from naught.rules import Rule
@@ -34,8 +35,8 @@ def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, 
     """
     loaded = load(config)
     refuse_what_is_not_there_yet(loaded)
-    watch = Watch()
-    group = Group(watch.ledger)
+    watch = Watch(device_of(model))
+    group = Group(watch.ledger, watch.device, reduce_numel=loaded.zero_optimization.reduce_bucket_size)
     agree(group, facts_of(model, loaded, naught.__version__))
     batch = derive_batch(loaded, group.size)
     optimizer = Optimizer(*rule_of(loaded))
@@ -104,18 +105,19 @@ class Engine(nn.Module):
     def _update(self) -> None:
         self.watch.enter("step")
         units = list(self.schedule.units.values())
-        clip, hyper = self.config.gradient_clipping, self.optimizer.param_groups[0]
-        self.norm = update(units, self.schedule.group, self.optimizer.rule, hyper=hyper, clip=clip)
+        hyper, limits = self.optimizer.param_groups[0], limits_of(self.config)
+        self.norm = update(units, self.schedule.group, self.optimizer.rule, hyper, limits)
         if self.norm.finite:
             self.global_steps += 1
         else:
-            self.skipped_steps += 1
-            _LOG.warning(
-                "step %d was skipped on all ranks: its gradient norm is not finite. At stage 3 a parameter that is used "
-                "outside of its own module's forward reads as NaN; name a module around both in leaf_module",
-                self.global_steps + 1,
-            )
+            self._skip()
         self.watch.after("step")
+
+    def _skip(self) -> None:
+        """A parameter that the plan does not know to be used reads as NaN: the next pass is recorded anew to find it."""
+        self.skipped_steps += 1
+        self.schedule.forget_plans()
+        _LOG.warning("step %d was skipped on all ranks: its gradient norm is not finite", self.global_steps + 1)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self.micro_steps + 1) % self.batch.accumulation == 0
@@ -138,8 +140,8 @@ class Engine(nn.Module):
         return self.passes.lending()
 
     def report(self) -> dict[str, Any]:
-        """What this rank has sent and holds: bytes by collective, unit and phase; bytes now, at the peak, and after each
-        phase of the last step, by category."""
+        """What this rank has sent, holds and spends: bytes by collective, unit and phase; bytes now, at the peak, and after
+        each phase of the last step, by category; seconds by phase, on an accelerator its own."""
         return self.watch.report() | {"steps": self.global_steps, "skipped": self.skipped_steps}
 
     def destroy(self) -> None:
@@ -147,7 +149,8 @@ class Engine(nn.Module):
         self.passes.remove()
 
     def _completes_step(self) -> bool:
-        return self.synced and self.is_gradient_accumulation_boundary()
+        every = self.config.naught.reduce_every_micro_batch
+        return self.synced and (every or self.is_gradient_accumulation_boundary())
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

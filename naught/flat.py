@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from naught.errors import UsageError
+from naught.layout import Layout
 
 __all__ = ["Flat", "Meter"]
 
@@ -21,34 +22,43 @@ class Meter:
     peak: Counter[str] = field(default_factory=Counter)
 
     def change(self, category: str, nbytes: int) -> None:
-        self.live[category] += nbytes
-        self.peak[category] = max(self.peak[category], self.live[category])
+        live = self.live[category] = self.live[category] + nbytes
+        if live > self.peak[category]:
+            self.peak[category] = live
 
 
 class Flat:
-    """A buffer of fixed size. While freed its tensor keeps its shape and must not be read."""
+    """A buffer with the slots and slices of a layout. While freed, its tensors keep their shapes and must not be read."""
 
-    def __init__(self, numel: int, like: Tensor, *, category: str, meter: Meter) -> None:
-        self.tensor = torch.empty(numel, dtype=like.dtype, device=like.device)
+    def __init__(self, layout: Layout, like: Tensor, *, category: str, meter: Meter) -> None:
+        self.tensor = torch.empty(layout.numel, dtype=like.dtype, device=like.device)
+        self.slots = [self.tensor[slot.span.start : slot.span.stop].view(slot.shape) for slot in layout.slots]
+        self.slices = [self.tensor[slice(*layout.shard(rank))] for rank in range(layout.world)]
+        self.gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps()]
         self.nbytes = self.tensor.nbytes
         self.category, self.meter = category, meter
         self.allocated = False
-        self.tensor.untyped_storage().resize_(0)
+        self.storage = self.tensor.untyped_storage()
+        self.storage.resize_(0)
 
     def alloc(self) -> None:
         if not self.allocated:
-            self.tensor.untyped_storage().resize_(self.nbytes)
+            self.storage.resize_(self.nbytes)
             self.allocated = True
             self.meter.change(self.category, self.nbytes)
 
     def free(self) -> None:
         if self.allocated:
-            storage = self.tensor.untyped_storage()
-            if not storage.resizable():
+            if not self.storage.resizable():
                 raise UsageError(
                     "a gathered parameter is still shared with other code, so its memory cannot be freed",
                     fix="copy it first: param.detach().clone().numpy()",
                 )
-            storage.resize_(0)
+            self.storage.resize_(0)
             self.allocated = False
             self.meter.change(self.category, -self.nbytes)
+
+    def clear_gaps(self) -> None:
+        """Padding is zero in every flat."""
+        for gap in self.gaps:
+            gap.zero_()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from naught.comm import Group, Pending
 from naught.flat import Flat, Meter
@@ -17,58 +19,69 @@ __all__ = ["Gradients"]
 class Gradients:
     """The gradients of a segment on one rank: those being collected, and the sum that waits for the update."""
 
-    def __init__(self, layout: Layout, like: Tensor, placement: Placement, group: Group, meter: Meter) -> None:
-        self.layout, self.placement, self.group, self.meter = layout, placement, group, meter
-        self.flat = Flat(
-            layout.numel, like, category=Buffer.GRAD_FLATS if placement.grad.split else Buffer.WHOLE_GRADS, meter=meter
-        )
-        self.mine = slice(*layout.shard(group.rank))
-        self.filled = [False] * len(layout.slots)
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, placement: Placement, group: Group, meter: Meter) -> None:
+        self.params, self.placement, self.group, self.meter = list(params), placement, group, meter
+        category = Buffer.GRAD_FLATS if placement.grad.split else Buffer.WHOLE_GRADS
+        self.flat = Flat(layout, self.params[0].data, category=category, meter=meter)
+        self.scratch_numel = group.wire.scratch_numel(layout.shard_numel)
+        self.filled = [False] * len(self.params)
+        self.used = [False] * len(self.params)  # on this rank, since the last update
+        self.unsent = False  # the flat holds this rank's own gradients
+        self.summed = False  # the flat holds a sum over the ranks
         self.owned: Tensor | None = None  # a sum that has left the flat
-        self.summed = False  # the flat holds a sum, not this rank's part of one
         self.under_way: Pending | None = None
-        self.late: list[tuple[int, Tensor]] = []  # gradients that came while their flat was under way
 
     @property
-    def kept(self) -> slice:
+    def mine(self) -> Tensor:
+        return self.flat.slices[self.group.rank]
+
+    @property
+    def kept(self) -> Tensor:
         """The part of a sum that this rank keeps: its own slice, or all of it where the optimizer is whole."""
-        return self.mine if self.placement.optim.split else slice(0, self.layout.numel)
+        return self.mine if self.placement.optim.split else self.flat.tensor
 
-    def collect(self, index: int, grad: Tensor) -> None:
-        """Take up one parameter's gradient."""
-        if self.under_way is not None:
-            self.late.append((index, grad.clone()))
+    def is_made(self) -> bool:
+        """Whether autograd has made gradients that are not collected yet."""
+        return any(param.grad is not None for param in self.params)
+
+    def collect(self) -> None:
+        """Take up what autograd has made since: copied into the flat, or added to what is there."""
+        self._open()
+        slots, filled = self.flat.slots, self.filled
+        made = [(index, param.grad) for index, param in enumerate(self.params) if param.grad is not None]
+        fresh = [(slots[index], grad) for index, grad in made if not filled[index]]
+        if fresh:
+            torch._foreach_copy_([into for into, _ in fresh], [grad for _, grad in fresh])
+        if len(fresh) < len(made):
+            more = [(slots[index], grad) for index, grad in made if filled[index]]
+            torch._foreach_add_([into for into, _ in more], [grad for _, grad in more])
+        for index, _ in made:
+            filled[index] = self.used[index] = True
+            self.params[index].grad = None
+
+    def _open(self) -> None:
+        """Make room for gradients. Another backward before the update: what was summed moves aside."""
+        if self.unsent:
             return
-        if self.summed:  # another backward before the update: what was summed moves aside
+        assert self.under_way is None, "a plan settles a reduce before the next collect"
+        if self.summed:
             self._set_aside()
-        self.open()
-        span = self.layout.slots[index].span
-        into = self.flat.tensor[span.start : span.stop]
-        if self.filled[index]:
-            into.add_(grad.reshape(-1))
-        else:
-            into.copy_(grad.reshape(-1))
-        self.filled[index] = True
-
-    def open(self) -> None:
-        if not self.flat.allocated:
-            self.flat.alloc()
-            self.filled = [False] * len(self.filled)
-            for gap in self.layout.gaps():
-                self.flat.tensor[gap.start : gap.stop].zero_()
+        self.unsent = True
+        self.flat.alloc()
+        self.filled = [False] * len(self.filled)
+        self.flat.clear_gaps()
 
     def start_reduce(self, unit: str) -> None:
         """Send every rank its part of these gradients. What this rank did not use counts as zero."""
-        if self.summed:
-            self._set_aside()
-        self.open()
-        flat = self.flat.tensor
-        for slot, filled in zip(self.layout.slots, self.filled, strict=True):
+        self.collect()
+        for view, filled in zip(self.flat.slots, self.filled, strict=True):
             if not filled:
-                flat[slot.span.start : slot.span.stop].zero_()
-        scratch = torch.empty(self.layout.numel - self.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+                view.zero_()
+        flat = self.flat.tensor
+        scratch = torch.empty(self.scratch_numel, dtype=flat.dtype, device=flat.device)
         self.meter.change(Buffer.SCRATCH, scratch.nbytes)
-        self.under_way = self.group.reduce(flat, scratch, unit)
+        self.unsent = False
+        self.under_way = self.group.reduce(flat, self.flat.slices, scratch, unit)
 
     def settle(self, unit: str) -> None:
         """Wait for the sum, take the mean, and keep this rank's part."""
@@ -76,47 +89,41 @@ class Gradients:
             return
         self.under_way.wait()
         self.under_way = None
-        self.meter.change(Buffer.SCRATCH, -(self.flat.nbytes - self.flat.nbytes // self.group.size))
-        flat = self.flat.tensor
+        self.meter.change(Buffer.SCRATCH, -self.scratch_numel * self.mine.element_size())
         if self.group.size > 1:
-            flat[self.mine].div_(self.group.size)
+            self.mine.div_(self.group.size)
         if not self.placement.optim.split:
-            self.group.gather(flat, unit).wait()
+            self.group.gather(self.flat.tensor, self.flat.slices, unit).wait()
         self.summed = True
         if self.placement.grad.split:
             self._set_aside()
-        late, self.late = self.late, []
-        for index, grad in late:
-            self.collect(index, grad)
 
     def _set_aside(self) -> None:
-        part = self.flat.tensor[self.kept]
         if self.owned is None:
-            self.owned = part.clone()
+            self.owned = self.kept.clone()
             self.meter.change(Buffer.OWNED_GRADS, self.owned.nbytes)
         else:
-            self.owned.add_(part)
+            self.owned.add_(self.kept)
         self.summed = False
         self.flat.free()
-
-    @property
-    def open_here(self) -> bool:
-        """Whether gradients have been collected that no reduce has seen."""
-        return bool(self.late) or (self.flat.allocated and not self.summed and self.under_way is None and any(self.filled))
 
     def sum(self) -> Tensor | None:
         """This rank's part of the summed gradient; None if nothing was reduced."""
         if not self.summed:
             return self.owned
-        part = self.flat.tensor[self.kept]
+        part = self.kept
         if self.owned is not None:
             part.add_(self.owned)
             self._let_go()
         return part
 
     def drop(self) -> None:
+        """Let go of this step's gradients."""
         self._let_go()
-        self.summed = False
+        self.summed = self.unsent = False
+        self.used = [False] * len(self.used)
+        for param in self.params:
+            param.grad = None
         self.flat.free()
 
     def _let_go(self) -> None:

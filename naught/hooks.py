@@ -2,13 +2,15 @@
 
 A unit's backward begins when a gradient reaches one of its outputs, and is over when the gradients of all its inputs are
 complete. Both are known from the tensors that pass between units, so no layer is wrapped and nothing is patched.
+
+A unit may *borrow* another, whose parameters it uses outside of that one's own module: what is said of the borrower is
+then said of the other too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -28,51 +30,60 @@ class Listener(Protocol):
 
     def happened(self, moment: Moment, unit: str) -> None: ...
 
-    def collect(self, param: nn.Parameter) -> None: ...
-
     def in_backward(self, unit: str) -> bool: ...
 
     def exported(self) -> None: ...
 
+    def imported(self) -> None: ...
+
 
 class _Call:
     """One forward of a unit that wants a backward: how many of its inputs still wait for their gradient."""
+
+    __slots__ = ("unit", "waiting")
 
     def __init__(self, unit: str, waiting: int) -> None:
         self.unit, self.waiting = unit, waiting
 
 
 class _Edge:
-    """A tensor between units. When its gradient is complete, its consumers are done and its producers begin."""
+    """A tensor between units, as a hook of its own. When its gradient is complete, its consumers are done and its
+    producers begin."""
 
-    def __init__(self, tensor: Tensor, fire: Callable[[_Edge], None]) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.version = tensor._version  # an operation in place gives the same tensor another place in the graph
+    __slots__ = ("consumers", "fire", "producers", "version")
+
+    def __init__(self, fire: Callable[[_Edge], None], version: int) -> None:
+        self.fire = fire
+        self.version = version  # an operation in place gives the same tensor another place in the graph
         self.consumers: list[_Call] = []
         self.producers: list[str] = []
-        tensor.register_hook(lambda _: fire(self))  # type: ignore[no-untyped-call]
+
+    def __call__(self, _: Tensor) -> None:
+        self.fire(self)
 
 
 class Hooks:
-    """Listens to a module and its units, and to the gradients of its parameters, until it is removed."""
+    """Listens to a module and its units until it is removed."""
 
     def __init__(self, module: nn.Module, units: Mapping[str, nn.Module], listener: Listener) -> None:
         self.listener = listener
-        self.edges: dict[int, _Edge] = {}
+        self.fire = self._fire_of_a_pass()
         self.calls: dict[str, int] = dict.fromkeys(units, 0)
+        self.borrowed: dict[str, list[str]] = {}
+        self.stack: list[str] = []  # units whose forward is running, the innermost last
         self.depth = 0
         self.handles: list[Any] = []
         for name, inner in units.items():
             # First in and last out, so that the user's own hooks find the weights.
-            self.handles.append(inner.register_forward_pre_hook(self._enter_of(name), with_kwargs=True, prepend=True))
-            self.handles.append(inner.register_forward_hook(self._exit_of(name)))
-        self.handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
-        self.handles.append(module.register_forward_hook(self._end, always_call=True))
-        exported = module.register_state_dict_pre_hook(lambda *_: listener.exported())  # type: ignore[no-untyped-call]
-        self.handles.append(exported)
-        for param in module.parameters():
-            if param.requires_grad:
-                self.handles.append(param.register_post_accumulate_grad_hook(listener.collect))  # type: ignore[no-untyped-call]
+            self._keep(inner.register_forward_pre_hook(self._enter_of(name, inner), with_kwargs=True, prepend=True))
+            self._keep(inner.register_forward_hook(self._exit_of(name, inner)))
+        self._keep(module.register_forward_pre_hook(self._begin_of(module), prepend=True))
+        self._keep(module.register_forward_hook(self._end_of(module), always_call=True))
+        self._keep(module.register_state_dict_pre_hook(_if_same(module, listener.exported)))  # type: ignore[no-untyped-call]
+        self._keep(module.register_load_state_dict_pre_hook(_if_same(module, listener.imported)))  # type: ignore[no-untyped-call]
+
+    def _keep(self, handle: Any) -> None:
+        self.handles.append(handle)
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -82,76 +93,138 @@ class Hooks:
 
     def forget(self) -> None:
         """A pass is over, one way or another."""
-        self.edges.clear()
+        self.fire = self._fire_of_a_pass()
         self.calls = dict.fromkeys(self.calls, 0)
+        self.stack.clear()
         self.depth = 0
 
-    def _begin(self, *_: Any) -> None:
-        if not _recomputing():
-            self.depth += 1
-            if self.depth == 1:
-                self.listener.begin()
+    def borrow(self, unit: str) -> None:
+        """The unit that is running uses this one. From now on both come and go together."""
+        borrower = self.stack[-1] if self.stack else ""
+        self.borrowed.setdefault(borrower, []).append(unit)
+        self.listener.happened(Moment.ENTER, unit)
 
-    def _end(self, *_: Any) -> None:
-        if not _recomputing():
-            self.depth = max(0, self.depth - 1)
-            if self.depth == 0:
-                self.listener.end()
+    def _say(self, moment: Moment, unit: str) -> None:
+        self.listener.happened(moment, unit)
+        for other in self.borrowed.get(unit, ()) if self.borrowed else ():
+            if moment is Moment.GRAD:
+                self._say_grad(other)
+            elif moment is Moment.DONE:
+                self._say_done(other)
+            else:
+                self.listener.happened(moment, other)
 
-    def _enter_of(self, unit: str) -> Callable[..., None]:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if _recomputing():
-                if not self.listener.in_backward(unit):  # a reentrant checkpoint: the backward begins with this
-                    self.listener.happened(Moment.GRAD, unit)
+    def _say_grad(self, unit: str) -> None:
+        if not self.listener.in_backward(unit):
+            self._say(Moment.GRAD, unit)
+
+    def _say_done(self, unit: str) -> None:
+        """Unless another call of it, or somebody who borrows it, is still to come."""
+        if self.calls[unit] <= 0 and self.listener.in_backward(unit) and not self._is_lent(unit):
+            self._say(Moment.DONE, unit)
+
+    def _is_lent(self, unit: str) -> bool:
+        return bool(self.borrowed) and any(
+            unit in others and self.listener.in_backward(borrower) for borrower, others in self.borrowed.items()
+        )
+
+    # A copy of the model carries the hooks along, and they must not take it for the model: each knows its own module.
+    # They are functions, not methods, for a method would be copied together with all that it belongs to.
+
+    def _begin_of(self, module: nn.Module) -> Callable[..., None]:
+        def begin(called: nn.Module, _: Any) -> None:
+            if called is module and not _recomputing():
+                self.depth += 1
+                if self.depth == 1:
+                    self.listener.begin()
+
+        return begin
+
+    def _end_of(self, module: nn.Module) -> Callable[..., None]:
+        def end(called: nn.Module, *_: Any) -> None:
+            if called is module and not _recomputing():
+                self.depth = max(0, self.depth - 1)
+                if self.depth == 0:
+                    self.listener.end()
+
+        return end
+
+    def _enter_of(self, unit: str, module: nn.Module) -> Callable[..., None]:
+        def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if called is not module:
                 return
-            self.listener.happened(Moment.ENTER, unit)
-            self._watch_inputs(unit, _tensors((args, kwargs)))
+            if _recomputing():
+                self._say_grad(unit)  # a reentrant checkpoint: the backward begins with this
+                return
+            self.stack.append(unit)
+            self._say(Moment.ENTER, unit)
+            inputs = _inside_graph((args, kwargs) if kwargs else args)
+            if inputs:  # else nothing will tell that its backward is over: the end of the pass does
+                self._watch(unit, inputs)
 
         return enter
 
-    def _watch_inputs(self, unit: str, values: Iterable[Tensor]) -> None:
-        """Inputs that lie inside the graph, also of a checkpoint that runs its forward without one. A leaf's gradient is
-        no sign: it may be there before those of the parameters beside it."""
-        inputs = {id(tensor): tensor for tensor in values if tensor.grad_fn is not None}.values()
-        if not inputs:
-            return  # nothing will tell that its backward is over: the end of the pass does
+    def _watch(self, unit: str, inputs: Collection[Tensor]) -> None:
+        """A unit's backward is over when these have their gradients."""
         call = _Call(unit, len(inputs))
         self.calls[unit] += 1
         for tensor in inputs:
             self._edge(tensor).consumers.append(call)
 
-    def _exit_of(self, unit: str) -> Callable[..., None]:
-        def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            del args
-            if _recomputing():
+    def _exit_of(self, unit: str, module: nn.Module) -> Callable[..., None]:
+        def leave(called: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+            if called is not module or _recomputing():
                 return
+            self._pop(unit)
             if torch.is_grad_enabled():
-                outputs = [leaf for leaf in _tensors(output) if leaf.requires_grad and leaf.grad_fn is not None]
+                outputs = _inside_graph(output)
                 if not outputs:
                     return  # its backward cannot be foreseen: the weights stay until the pass is over
                 for tensor in outputs:
                     self._edge(tensor).producers.append(unit)
-            self.listener.happened(Moment.EXIT, unit)
+            self._say(Moment.EXIT, unit)
 
         return leave
 
+    def _pop(self, unit: str) -> None:
+        """Those above it were left by an exception that somebody has caught."""
+        while self.stack and self.stack.pop() != unit:
+            pass
+
     def _edge(self, tensor: Tensor) -> _Edge:
-        edge = self.edges.get(id(tensor))
-        if edge is None or edge.tensor() is not tensor or edge.version != tensor._version:
-            edge = self.edges[id(tensor)] = _Edge(tensor, self._fire)
+        """The edge that a tensor is in this pass; it lives as long as the tensor does."""
+        version = tensor._version
+        for hook in (tensor._backward_hooks or {}).values():
+            if type(hook) is _Edge and hook.fire is self.fire and hook.version == version:
+                return hook
+        edge = _Edge(self.fire, version)
+        tensor.register_hook(edge)  # type: ignore[no-untyped-call]
         return edge
 
-    def _fire(self, edge: _Edge) -> None:
-        # With create_graph the graph will be gone through again: nothing is done yet.
-        for call in () if torch.is_grad_enabled() else edge.consumers:
-            call.waiting -= 1
-            if call.waiting == 0:
-                self.calls[call.unit] -= 1
-                if self.calls[call.unit] <= 0 and self.listener.in_backward(call.unit):
-                    self.listener.happened(Moment.DONE, call.unit)
-        for unit in edge.producers:
-            if not self.listener.in_backward(unit):
-                self.listener.happened(Moment.GRAD, unit)
+    def _fire_of_a_pass(self) -> Callable[[_Edge], None]:
+        """Edges of one pass share this; those of an earlier one say nothing."""
+
+        def fire(edge: _Edge) -> None:
+            if fire is not self.fire:
+                return
+            # With create_graph the graph will be gone through again: nothing is done yet.
+            for call in () if torch.is_grad_enabled() else edge.consumers:
+                call.waiting -= 1
+                if call.waiting == 0:
+                    self.calls[call.unit] -= 1
+                    self._say_done(call.unit)
+            for unit in edge.producers:
+                self._say_grad(unit)
+
+        return fire
+
+
+def _if_same(module: nn.Module, say: Callable[[], None]) -> Callable[..., None]:
+    def heard(called: nn.Module, *_: Any) -> None:
+        if called is module:
+            say()
+
+    return heard
 
 
 def _recomputing() -> bool:
@@ -159,15 +232,23 @@ def _recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _inside_graph(value: Any) -> Collection[Tensor]:
+    """The tensors of a value that lie inside the graph, each once. A leaf's gradient is no sign: it may be there before
+    those of the parameters beside it."""
+    return {id(leaf): leaf for leaf in _tensors(value) if leaf.requires_grad and not leaf.is_leaf}.values()
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in what modules take and return: containers and dataclasses, at any depth."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, tuple | list | set):
+        for member in value:
+            yield from _tensors(member)
+    elif value is None or isinstance(value, int | float | str):
+        return
     elif isinstance(value, Mapping):
         for member in value.values():
-            yield from _tensors(member)
-    elif isinstance(value, list | tuple | set):
-        for member in value:
             yield from _tensors(member)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for part in dataclasses.fields(value):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["AdamW", "Rule", "Sgd"]
+__all__ = ["AdamW", "Part", "Rule", "Sgd"]
+
+
+class Part(NamedTuple):
+    """Neighbouring elements that are updated alike: weights, their gradient, what the rule remembers of them, and the
+    count that this step has reached."""
+
+    weights: Tensor
+    grads: Tensor
+    states: Mapping[str, Tensor]
+    step: int
 
 
 class Rule(Protocol):
@@ -16,7 +27,7 @@ class Rule(Protocol):
     @property
     def states(self) -> tuple[str, ...]: ...
 
-    def update(self, weights: Tensor, grads: Tensor, states: dict[str, Tensor], *, step: int, hyper: dict[str, Any]) -> None: ...
+    def update(self, parts: Sequence[Part], hyper: Mapping[str, Any]) -> None: ...
 
 
 class AdamW:
@@ -24,16 +35,18 @@ class AdamW:
 
     states = ("exp_avg", "exp_avg_sq")
 
-    def update(self, weights: Tensor, grads: Tensor, states: dict[str, Tensor], *, step: int, hyper: dict[str, Any]) -> None:
+    def update(self, parts: Sequence[Part], hyper: Mapping[str, Any]) -> None:
+        if not parts:
+            return
         beta1, beta2 = hyper["betas"]
+        counts = {part.step: torch.full((), float(part.step), device=part.weights.device) for part in parts}
         torch._fused_adamw_(
-            [weights],
-            [grads],
-            [states["exp_avg"]],
-            [states["exp_avg_sq"]],
+            [part.weights for part in parts],
+            [part.grads for part in parts],
+            [part.states["exp_avg"] for part in parts],
+            [part.states["exp_avg_sq"] for part in parts],
             [],
-            # The kernel wants the count that this step has reached.
-            [torch.tensor(float(step), device=weights.device)],
+            [counts[part.step] for part in parts],
             lr=hyper["lr"],
             beta1=beta1,
             beta2=beta2,
@@ -51,14 +64,14 @@ class Sgd:
 
     states = ("momentum_buffer",)
 
-    def update(self, weights: Tensor, grads: Tensor, states: dict[str, Tensor], *, step: int, hyper: dict[str, Any]) -> None:
-        if hyper["weight_decay"]:
-            grads = grads.add(weights, alpha=hyper["weight_decay"])
-        if hyper["momentum"]:
-            buffer = states["momentum_buffer"]
-            if step == 1:
-                buffer.copy_(grads)
-            else:
-                buffer.mul_(hyper["momentum"]).add_(grads, alpha=1 - hyper["dampening"])
-            grads = grads.add(buffer, alpha=hyper["momentum"]) if hyper["nesterov"] else buffer
-        weights.add_(grads, alpha=-hyper["lr"])
+    def update(self, parts: Sequence[Part], hyper: Mapping[str, Any]) -> None:
+        for weights, grads, states, step in parts:
+            change = grads.add(weights, alpha=hyper["weight_decay"]) if hyper["weight_decay"] else grads
+            if hyper["momentum"]:
+                buffer = states["momentum_buffer"]
+                if step == 1:
+                    buffer.copy_(change)
+                else:
+                    buffer.mul_(hyper["momentum"]).add_(change, alpha=1 - hyper["dampening"])
+                change = change.add(buffer, alpha=hyper["momentum"]) if hyper["nesterov"] else buffer
+            weights.add_(change, alpha=-hyper["lr"])

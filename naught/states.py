@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from naught.flat import Meter
 from naught.layout import Layout, Slot, Span
-from naught.rules import Rule
+from naught.rules import Part, Rule
 
 __all__ = ["States"]
 
@@ -25,33 +25,37 @@ class _Alike(NamedTuple):
 class States:
     """Moments of the part of a flat that this rank updates, made when they are first needed."""
 
-    def __init__(self, layout: Layout, part: slice, meter: Meter) -> None:
-        self.layout, self.part, self.meter = layout, part, meter
+    def __init__(self, layout: Layout, owned: Span, meter: Meter) -> None:
+        self.layout, self.owned, self.meter = layout, owned, meter
         self.moments: dict[str, Tensor] = {}
         self.steps = [0] * len(layout.slots)
 
-    def update(self, rule: Rule, weights: Tensor, grads: Tensor, *, used: Sequence[bool], hyper: dict[str, Any]) -> None:
-        """Apply the rule to this rank's part; slots that no rank used stay as they are."""
+    def due(self, rule: Rule, weights: Tensor, grads: Tensor, *, used: Sequence[bool], most_numel: int) -> Iterator[Part]:
+        """What an update of the used slots works on, at most so many elements in a part. Counts the update."""
         if not self.moments:
             self.moments = {name: torch.zeros_like(weights) for name in rule.states}
             self.meter.change("states", sum(moment.nbytes for moment in self.moments.values()))
-        for (start, stop), step in self._alike(used):
-            moments = {name: moment[start:stop] for name, moment in self.moments.items()}
-            rule.update(weights[start:stop], grads[start:stop], moments, step=step, hyper=hyper)
+        if all(used) and self.steps.count(self.steps[0]) == len(self.steps):  # as mostly
+            runs = [_Alike(Span(0, self.owned.numel), self.steps[0] + 1)]
+        else:
+            runs = self._alike(used)
+        for span, step in runs:
+            for start in range(span.start, span.stop, most_numel):
+                stop = min(start + most_numel, span.stop)
+                moments = {name: moment[start:stop] for name, moment in self.moments.items()}
+                yield Part(weights[start:stop], grads[start:stop], moments, step)
         self.steps = [step + was_used for step, was_used in zip(self.steps, used, strict=True)]
 
     def _alike(self, used: Sequence[bool]) -> list[_Alike]:
-        """Runs of used slots with one count: mostly a single run, so mostly a single call of the kernel."""
-        if all(used) and len(set(self.steps)) == 1:
-            return [_Alike(Span(0, self.part.stop - self.part.start), self.steps[0] + 1)]
+        """Runs of used slots with one count."""
         runs: list[_Alike] = []
         # Zeros between the slots stay zero under every rule, so a run may go over them.
         for (slot, was_used), count in zip(zip(self.layout.slots, used, strict=True), self.steps, strict=True):
-            start, stop = max(slot.span.start, self.part.start), min(slot.span.stop, self.part.stop)
+            start, stop = max(slot.span.start, self.owned.start), min(slot.span.stop, self.owned.stop)
             if start >= stop or not was_used:
                 continue
-            span = Span(start - self.part.start, stop - self.part.start)
-            if runs and runs[-1].step == count + 1 and self._adjoins(runs[-1].span.stop + self.part.start, slot):
+            span = Span(start - self.owned.start, stop - self.owned.start)
+            if runs and runs[-1].step == count + 1 and self._adjoins(runs[-1].span.stop + self.owned.start, slot):
                 runs[-1] = _Alike(Span(runs[-1].span.start, span.stop), count + 1)
             else:
                 runs.append(_Alike(span, count + 1))

@@ -5,18 +5,16 @@ A unit knows what it holds; it does not know when anything should happen. That i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
 from naught.comm import Group, Pending
 from naught.flat import Meter
 from naught.gradients import Gradients
-from naught.layout import Layout
+from naught.layout import Layout, Span
 from naught.placement import Placement
-from naught.rules import Rule
+from naught.rules import Part, Rule
 from naught.states import States
 from naught.steps import UnitBytes
 from naught.weights import Weights
@@ -30,28 +28,16 @@ class Segment:
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout, placement: Placement, group: Group, meter: Meter) -> None:
         self.layout, self.trained = layout, params[0].requires_grad
         self.weights = Weights(params, layout, group, meter, split=placement.param.split)
-        self.grads = Gradients(layout, params[0].data, placement, group, meter)
-        self.states = States(layout, self.grads.kept, meter)
-        self.used = [False] * len(layout.slots)  # on this rank, since the last update
+        self.grads = Gradients(params, layout, placement, group, meter)
+        self.everywhere = not placement.optim.split  # every rank updates all of it
+        self.states = States(layout, Span(0, layout.numel) if self.everywhere else layout.shard(group.rank), meter)
 
-    def update(self, rule: Rule, *, used: Sequence[bool], hyper: dict[str, Any], coefficient: float) -> bool:
-        """Apply the rule to this rank's part. Whether anything changed: slots that no rank used stay as they are."""
+    def due(self, rule: Rule, *, used: Sequence[bool], most_numel: int) -> Iterator[Part]:
+        """What an update works on, on this rank; nothing if no rank used any of it."""
         total = self.grads.sum()
-        if total is None or not any(used):
-            return False
-        if coefficient != 1.0:
-            total.mul_(coefficient)
-        whole = not self.grads.placement.optim.split
-        target = self.weights.flat.tensor if whole else self.weights.shard
-        self.states.update(rule, target, total, used=used, hyper=hyper)
-        # Writing a flat does not bump the version counters by which autograd notices a change behind its back.
-        torch.autograd.graph.increment_version(self.weights.params)
-        return True
-
-    def forget(self) -> None:
-        """Let go of this step's gradients."""
-        self.grads.drop()
-        self.used = [False] * len(self.used)
+        if total is not None and any(used):
+            target = self.weights.flat.tensor if self.everywhere else self.weights.shard
+            yield from self.states.due(rule, target, total, used=used, most_numel=most_numel)
 
     def close(self) -> None:
         """Give the parameters whole weights of their own and let go of everything."""
@@ -65,79 +51,84 @@ class Unit:
 
     def __init__(self, name: str, segments: Sequence[Segment], placement: Placement) -> None:
         self.name, self.segments, self.placement = name, list(segments), placement
-        self.present = not placement.param.split
+        self.trained = [segment for segment in self.segments if segment.trained]
+        # What a gather brings: everything that is split, and of whole weights those that updates change.
+        self.absentees = self.segments if placement.param.split else self.trained
+        self.gathered_bytes = sum(segment.weights.flat.nbytes for segment in self.absentees)
+        self.present = not placement.param.split or not self.segments
         self.pending: list[Pending] = []
-        self.entered = False  # its module has been called since the last update
-
-    @property
-    def trained(self) -> list[Segment]:
-        return [segment for segment in self.segments if segment.trained]
 
     def sizes(self) -> UnitBytes:
-        world = self.segments[0].layout.world
         weights = sum(segment.weights.flat.nbytes for segment in self.segments)
         grads = sum(segment.grads.flat.nbytes for segment in self.trained)
         return UnitBytes(
             weights=weights,
-            weight_shard=weights // world,
+            weight_shard=sum(segment.weights.shard.nbytes for segment in self.segments),
             grads=grads,
-            grad_shard=grads // world,
+            grad_shard=sum(segment.grads.mine.nbytes for segment in self.trained),
             state_shard=0,  # states rest on the device, where no plan moves them
-            reduce_scratch=grads - grads // world,
+            reduce_scratch=sum(segment.grads.scratch_numel * segment.grads.mine.element_size() for segment in self.trained),
             trained=bool(self.trained),
         )
 
     def gather(self) -> None:
         """Start to make the weights whole, if they are not."""
         if not self.present and not self.pending:
-            self.pending = [segment.weights.start_gather(self.name) for segment in self._absent()]
-
-    def _absent(self) -> list[Segment]:
-        """What a gather brings: everything that is split, and of whole weights those that updates change."""
-        return self.segments if self.placement.param.split else self.trained
+            self.pending = [segment.weights.start_gather(self.name) for segment in self.absentees]
 
     def join(self) -> None:
         """Take part in a gather that another rank needs, also if this one has the weights."""
         if self.present or self.pending:
             self.ready()
-            for segment in self._absent():
+            for segment in self.absentees:
                 segment.weights.start_gather(self.name).wait()
         else:
-            self.gather()
-            self.ready()
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Make the weights whole, and wait until they are."""
+        self.gather()
+        self.ready()
 
     def ready(self) -> None:
-        """Wait until the weights can be used."""
+        """Wait for the gather that is under way, if one is: from here on the weights can be used."""
         if self.pending:
             for pending in self.pending:
                 pending.wait()
             self.pending.clear()
-            for segment in self.segments:
+            for segment in self.absentees:
                 segment.weights.bind()
             self.present = True
 
     def release(self) -> None:
-        if self.placement.param.split:
+        if self.placement.param.split and self.segments:
             self.ready()
             for segment in self.segments:
                 segment.weights.release()
             self.present = False
 
+    def outdate(self, *, hide: bool) -> None:
+        """Only the owners' slices are new: whole weights must be gathered before they are used again. Hidden, they read
+        as NaN until then."""
+        if self.placement.optim.split and not self.placement.param.split:
+            for segment in self.trained if hide else ():
+                segment.weights.hide()
+            self.present = False
+
     def lend(self) -> None:
-        """Give the parameters copies that stay valid; the weights are absent until they are gathered again."""
-        self.gather()
-        self.ready()
+        """Give the parameters copies that stay valid; split weights are absent until they are gathered again."""
+        self.fetch()
         for segment in self.segments:
             segment.weights.lend()
-        self.present = not self.placement.param.split
+        self.present = not self.placement.param.split or not self.segments
 
     def take_back(self) -> None:
         for segment in self.segments:
             segment.weights.take_back()
 
-    def open_grads(self) -> None:
+    def collect(self) -> None:
         for segment in self.trained:
-            segment.grads.open()
+            segment.grads.collect()
 
     def start_reduce(self) -> None:
         for segment in self.trained:
@@ -151,7 +142,7 @@ class Unit:
         self.start_reduce()
         self.settle()
 
-    @property
-    def owes(self) -> bool:
-        """Whether this rank has gradients that no reduce has seen."""
-        return any(segment.grads.open_here for segment in self.trained)
+    def owes(self, last: bool) -> bool:
+        """Whether this rank has gradients that must still be collected, or reduced where that is due."""
+        due = self.placement.grad.split or last
+        return any(segment.grads.is_made() or (due and segment.grads.unsent) for segment in self.trained)

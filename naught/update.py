@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from naught.comm import Group
-from naught.rules import Rule
+from naught.errors import UsageError
+from naught.rules import Part, Rule
 from naught.unit import Segment, Unit
+from naught.weights import check_husks
 
-__all__ = ["Norm", "update"]
+__all__ = ["Norm", "UpdateLimits", "update"]
 
-_BLOCK_NUMEL = 1 << 16
+_BLOCK_NUMEL = 1 << 16  # of a sum of squares
+_BATCH_BYTES = 32 << 20  # of gradients that one call of the rule takes up
 
 
 class Norm(NamedTuple):
@@ -27,38 +33,81 @@ class Norm(NamedTuple):
         return math.isfinite(self.total)
 
 
-def update(units: Sequence[Unit], group: Group, rule: Rule, *, hyper: dict[str, Any], clip: float) -> Norm:
+@dataclass(frozen=True)
+class UpdateLimits:
+    """How an update goes about it; the result is the same. `part_numel` elements are updated at a time, and new weights
+    of `flight_bytes` are under way at a time. Lazy ones are gathered where they are used next."""
+
+    clip: float
+    part_numel: int
+    flight_bytes: int
+    lazy: bool
+
+
+def update(units: Sequence[Unit], group: Group, rule: Rule, hyper: Mapping[str, Any], limits: UpdateLimits) -> Norm:
     """Clip, apply the rule to what this rank owns, and let go of the gradients.
 
-    The ranks exchange their part of the norm, which parameters they have used and which units they have called: a
-    parameter that no rank used stays as it is.
+    The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
+    no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
-    used = [flag for segment in trained for flag in segment.used]
-    called = [unit.entered for unit in units]
-    squares = sum(_square_sum(segment) for segment in trained)
-    rows = group.exchange(torch.tensor([squares, *used, *called], dtype=torch.float64))
-    norm = _norm(rows[:, 0].tolist())
+    amiss = _amiss(units)
+    used = [flag for segment in trained for flag in segment.grads.used]
+    rows = group.exchange(torch.tensor([amiss is not None, _square_sum(trained), *used], dtype=torch.float64))
+    _raise_together(amiss, rows[:, 0].tolist())
+    norm = _norm(rows[:, 1].tolist())
     if norm.finite:
-        used_anywhere = iter((rows[:, 1 : 1 + len(used)].amax(0) > 0).tolist())
-        called_everywhere = (rows[:, 1 + len(used) :].amin(0) > 0).tolist()
-        coefficient = _coefficient(norm.total, clip)
-        for unit in units:
-            _update_unit(unit, rule, used_anywhere, hyper=hyper, coefficient=coefficient)
-        _refresh(units, called_everywhere)
+        anywhere = iter((rows[:, 2:].amax(0) > 0).tolist())
+        _apply(units, rule, anywhere, hyper, limits, coefficient=_coefficient(norm.total, limits.clip))
     for segment in trained:
-        segment.forget()
+        segment.grads.drop()
     return norm
 
 
-def _square_sum(segment: Segment) -> float:
-    """The sum of squares of this rank's slice, in double precision and in fixed blocks: the same at every stage."""
-    total = segment.grads.sum()
-    if total is None:
+def _amiss(units: Sequence[Unit]) -> UsageError | None:
+    """What users may have done to parameters that makes a step wrong."""
+    try:
+        check_husks(segment.weights for unit in units for segment in unit.segments if not segment.weights.bound)
+    except UsageError as error:
+        return error
+    for segment in (segment for unit in units for segment in unit.segments):
+        stray = segment.weights.stray()
+        if stray is not None:
+            return UsageError(
+                f'parameter "{stray}" was moved or converted after the engine was made, so the engine no longer trains it',
+                fix="call model.to() or model.half() before naught.initialize",
+            )
+        if not segment.trained:
+            for slot, param in zip(segment.layout.slots, segment.weights.params, strict=True):
+                if param.requires_grad:
+                    return UsageError(
+                        f'parameter "{slot.name}" was frozen when the engine was made and now requires a gradient',
+                        fix="initialize with all that will ever be trained requiring gradients, and freeze it then",
+                    )
+    return None
+
+
+def _raise_together(amiss: UsageError | None, everywhere: list[float]) -> None:
+    """A rank on which something is amiss says what; the others say which rank it is."""
+    if amiss is not None:
+        raise amiss
+    ranks = [rank for rank, flag in enumerate(everywhere) if flag]
+    if ranks:
+        raise UsageError(f"parameters were tampered with on rank {ranks[0]}", fix="see the error of that rank")
+
+
+def _square_sum(trained: Sequence[Segment]) -> float:
+    """The sum of squares of this rank's slices, in double precision and in fixed blocks: the same at every stage."""
+    blocks: list[Tensor] = []
+    for segment in trained:
+        total = segment.grads.sum()
+        if total is not None:
+            mine = segment.grads.mine if segment.everywhere else total
+            blocks += torch.split(mine, _BLOCK_NUMEL) if mine.numel() > _BLOCK_NUMEL else [mine]
+    if not blocks:
         return 0.0
-    mine = total if segment.grads.placement.optim.split else total[segment.grads.mine]
-    blocks = torch.stack([block.double().square_().sum() for block in torch.split(mine, _BLOCK_NUMEL)])
-    return _in_order(blocks.tolist())
+    norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float64))
+    return _in_order((norms * norms).tolist())
 
 
 def _norm(squares: list[float]) -> Norm:
@@ -80,19 +129,73 @@ def _coefficient(norm: float, clip: float) -> float:
     return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
-def _update_unit(unit: Unit, rule: Rule, used: Iterator[bool], *, hyper: dict[str, Any], coefficient: float) -> None:
-    changed = False
-    for segment in unit.trained:
-        flags = [next(used) for _ in segment.used]
-        changed |= segment.update(rule, used=flags, hyper=hyper, coefficient=coefficient)
-    if changed and unit.placement.optim.split and not unit.placement.param.split:
-        unit.present = False  # only the owners' slices are new: the next use gathers them
+def _apply(
+    units: Sequence[Unit],
+    rule: Rule,
+    used: Iterator[bool],
+    hyper: Mapping[str, Any],
+    limits: UpdateLimits,
+    *,
+    coefficient: float,
+) -> None:
+    """Update what this rank owns, a batch of units in each call of the rule; new weights travel beside the next batch."""
+    courier = _Courier(limits)
+    for batch in _batches(units):
+        parts: list[Part] = []
+        changed: list[Unit] = []
+        for unit in batch:
+            for segment in unit.trained:
+                flags = [next(used) for _ in segment.grads.used]
+                if any(flags) and segment.grads.sum() is not None:
+                    parts += segment.due(rule, used=flags, most_numel=limits.part_numel)
+                    changed += [unit] * (unit not in changed[-1:])
+        if coefficient != 1.0 and parts:
+            torch._foreach_mul_([part.grads for part in parts], coefficient)
+        rule.update(parts, hyper)
+        # Writing a flat does not bump the version counters by which autograd notices a change behind its back.
+        torch.autograd.graph.increment_version(
+            [param for unit in changed for segment in unit.trained for param in segment.weights.params]
+        )
+        courier.send(changed)
+    courier.arrive()
 
 
-def _refresh(units: Sequence[Unit], called: Sequence[bool]) -> None:
-    """A unit that some rank uses without calling it: nobody says when it is used next, so it is made fresh now."""
-    for unit, everywhere in zip(units, called, strict=True):
-        if not everywhere and not unit.placement.param.split:
-            unit.gather()
-            unit.ready()
-        unit.entered = False
+def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Units in their order, as many at a time as make a call worth its while."""
+    batch: list[Unit] = []
+    nbytes = 0
+    for unit in units:
+        batch.append(unit)
+        nbytes += sum(segment.grads.mine.nbytes for segment in unit.trained)
+        if nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
+
+
+class _Courier:
+    """Brings new weights of whole flats from their owners to everybody, within a limit of bytes under way."""
+
+    def __init__(self, limits: UpdateLimits) -> None:
+        self.limits = limits
+        self.under_way: deque[tuple[Unit, int]] = deque()
+        self.nbytes = 0
+
+    def send(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            unit.outdate(hide=self.limits.lazy)
+            if not self.limits.lazy and not unit.placement.param.split:
+                unit.gather()
+                self.under_way.append((unit, unit.gathered_bytes))
+                self.nbytes += unit.gathered_bytes
+            while self.under_way and self.nbytes > self.limits.flight_bytes:
+                self._arrive()
+
+    def arrive(self) -> None:
+        while self.under_way:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        unit, nbytes = self.under_way.popleft()
+        unit.ready()
+        self.nbytes -= nbytes

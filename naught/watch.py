@@ -1,37 +1,66 @@
-"""Watch: what a rank has sent and what it holds, phase by phase, as data."""
+"""Watch: what a rank has sent, what it holds and how long it took, phase by phase, as data."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
+import torch
+
 from naught.comm import Ledger
+from naught.devices import Mark, allocated_bytes, mark
 from naught.flat import Meter
 
 __all__ = ["Watch"]
 
+_UNREAD = 64  # marks that may wait to be read: reading one waits for the device
+
 
 class Watch:
-    """The ledger of bytes sent, the meter of bytes held, and what was held after each phase of the last step."""
+    """The ledger of bytes sent, the meter of bytes held, and what each phase of the last step left and took."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.ledger, self.meter = Ledger(), Meter()
-        self.held_after: dict[str, Counter[str]] = {}
+        self.held_after: dict[str, dict[str, int]] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.unread: list[tuple[str, Mark, Mark]] = []
+        self.began: Mark | None = None  # None: between phases
 
     def enter(self, phase: str) -> None:
         """What is sent from here on counts for this phase."""
-        self.ledger.phase = phase
+        if phase != self.ledger.phase:
+            self._stop()
+            self.ledger.phase = phase
+            self.began = mark(self.device)
 
     def after(self, phase: str) -> None:
         """A phase is over: remember what is held."""
-        self.held_after[phase] = Counter(self.meter.live)
+        self._stop()
         self.ledger.phase = "idle"
+        held = dict(self.meter.live)
+        allocated = allocated_bytes(self.device)
+        self.held_after[phase] = held if allocated is None else held | {"allocated by torch": allocated}
+
+    def _stop(self) -> None:
+        if self.began is not None:
+            self.unread.append((self.ledger.phase, self.began, mark(self.device)))
+            self.began = None
+            if len(self.unread) > _UNREAD:
+                self._read()
+
+    def _read(self) -> None:
+        for phase, began, ended in self.unread:
+            self.seconds[phase] += began.until(ended)
+        self.unread.clear()
 
     def report(self) -> dict[str, Any]:
+        self._read()
         sent = sorted(self.ledger.sent.items())
         return {
             "sent": {f"{collective} {phase} {unit or 'root'}": nbytes for (collective, unit, phase), nbytes in sent},
             "live": dict(self.meter.live),
             "peak": dict(self.meter.peak),
             "after": {phase: dict(held) for phase, held in self.held_after.items()},
+            "seconds": dict(self.seconds),
         }

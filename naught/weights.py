@@ -1,8 +1,8 @@
-"""Weights: a segment's parameters on one rank, whole while they are gathered and husks while they are released."""
+"""Weights: a segment's parameters on one rank, whole while they are present and husks while they are not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,74 +13,67 @@ from naught.flat import Flat, Meter
 from naught.holding import Buffer
 from naught.layout import Layout
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "check_husks"]
 
 
 class Weights:
-    """Parameters as views of one flat, and this rank's slice of it. Only split weights are ever released."""
+    """Parameters as views of one flat, and this rank's slice of it.
+
+    Absent parameters are husks: NaN of their true shape and type, so that a read is seen, and a write changes the mark
+    that they all point to. Only split weights give their memory back meanwhile.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout, group: Group, meter: Meter, *, split: bool) -> None:
         self.params, self.layout, self.group, self.split = list(params), layout, group, split
         like = self.params[0].data
-        self.flat = Flat(layout.numel, like, category=Buffer.GATHERED if split else "weights", meter=meter)
+        self.flat = Flat(layout, like, category=Buffer.GATHERED if split else "weights", meter=meter)
         self.marks = torch.full((len(self.params),), _blank(like), dtype=like.dtype, device=like.device)
-        self.views = self._adopt()
-        # A released parameter is a husk: NaN of its true shape and type, and a write to it changes its mark.
         self.husks = [mark.expand(slot.shape) for mark, slot in zip(self.marks, layout.slots, strict=True)]
-        self.shard = self.flat.tensor[self.mine]
+        self.shard = self.flat.slices[group.rank]
+        self.bound = False  # the parameters are views of the flat
+        self.addresses: list[int] = []  # of the parameters of a whole flat, which stays where it is
+        self._adopt()
         if split:
             self.shard = self.shard.clone()
             meter.change("weights", self.shard.nbytes)
             self.release()
 
-    def _adopt(self) -> list[Tensor]:
-        """Move the parameters into the flat and make them views of it."""
+    def _adopt(self) -> None:
+        """Move the parameters into the flat, as rank 0 has them, and make them views of it."""
         self.flat.alloc()
-        flat = self.flat.tensor
-        for gap in self.layout.gaps():
-            flat[gap.start : gap.stop].zero_()
-        views = [flat[slot.span.start : slot.span.stop].view(slot.shape) for slot in self.layout.slots]
-        for param, view in zip(self.params, views, strict=True):
+        self.flat.clear_gaps()
+        for param, view in zip(self.params, self.flat.slots, strict=True):
             view.copy_(param.data)
-            param.data = view
-        return views
-
-    @property
-    def mine(self) -> slice:
-        return slice(*self.layout.shard(self.group.rank))
+        self.group.spread(self.flat.tensor, self.layout.slots[0].name)
+        self.bind()
 
     def start_gather(self, unit: str) -> Pending:
         if self.split:
-            self._check_marks()
             self.flat.alloc()
-            self.flat.tensor[self.mine].copy_(self.shard)
-        return self.group.gather(self.flat.tensor, unit)
-
-    def _check_marks(self) -> None:
-        written = ~self.marks.isnan() if self.marks.is_floating_point() else self.marks != 0
-        if bool(written.any()):
-            name = self.layout.slots[int(written.nonzero()[0])].name
-            self.marks.fill_(_blank(self.marks))
-            raise UsageError(
-                f'parameter "{name}" was written to while it was released',
-                fix="write inside engine.gathered(), or before the engine is made",
-            )
+            self.flat.slices[self.group.rank].copy_(self.shard)
+        return self.group.gather(self.flat.tensor, self.flat.slices, unit)
 
     def bind(self) -> None:
-        """Let the parameters be views of the gathered flat."""
-        if self.split:
-            self._point_to(self.views)
+        """Let the parameters be views of the flat."""
+        if not self.bound:
+            self._point_to(self.flat.slots)
+            self.bound = True
+            if not self.split:
+                self.addresses = [view.data_ptr() for view in self.flat.slots]
+
+    def hide(self) -> None:
+        """Leave husks: what the flat holds is not what training has come to."""
+        self._point_to(self.husks)
 
     def release(self) -> None:
         """Free the flat and leave husks."""
-        if self.split:
-            self._point_to(self.husks)
-            self.flat.free()
+        self.hide()
+        self.flat.free()
 
     def lend(self) -> None:
         """Give the parameters copies of their own, which stay valid when the flat is gone."""
         if self.split:
-            self._point_to([view.clone() for view in self.views])
+            self._point_to([view.clone() for view in self.flat.slots])
             self.flat.free()
 
     def take_back(self) -> None:
@@ -95,14 +88,42 @@ class Weights:
 
     def hand_over(self) -> None:
         """Give the parameters gathered weights of their own for good."""
-        self._point_to([view.clone() for view in self.views])
+        self._point_to([view.clone() for view in self.flat.slots])
         self.flat.free()
+
+    def stray(self) -> str | None:
+        """A parameter that somebody has pointed away from the flat, as model.to() and model.half() do."""
+        if self.bound and not self.split and self.addresses != [param.data_ptr() for param in self.params]:
+            places = zip(self.layout.slots, self.params, self.addresses, strict=True)
+            return next(slot.name for slot, param, address in places if param.data_ptr() != address)
+        return None
 
     def _point_to(self, tensors: Sequence[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
+        self.bound = False
+
+
+def check_husks(everything: Iterable[Weights]) -> None:
+    """Raise if a husk was written to: the write is lost. One look at all marks, for on an accelerator a look is a wait."""
+    everything = list(everything)
+    if not everything or not bool(torch.cat([_written(weights.marks) for weights in everything]).any()):
+        return
+    for weights in everything:
+        written = _written(weights.marks)
+        if bool(written.any()):
+            name = weights.layout.slots[int(written.nonzero()[0])].name
+            weights.marks.fill_(_blank(weights.marks))
+            raise UsageError(
+                f'parameter "{name}" was written to while it was released',
+                fix="write inside engine.gathered(), or before the engine is made",
+            )
+
+
+def _written(marks: Tensor) -> Tensor:
+    return ~marks.isnan() if marks.is_floating_point() else marks != 0
 
 
 def _blank(like: Tensor) -> float:
-    """What a released parameter reads as."""
+    """What a husk reads as."""
     return float("nan") if like.is_floating_point() else 0.0

@@ -119,7 +119,7 @@ def held(stage: int) -> tuple[dict, dict, int]:
     report = engine.report()
     units = engine.schedule.units
     whole = sum(segment.weights.flat.nbytes for unit in units.values() for segment in unit.segments)
-    plan = engine.schedule.plans[True, Pass()]
+    plan = engine.schedule.programs[True, Pass()]
     sizes = {name: unit.sizes() for name, unit in units.items()}
     peaks = simulate(plan.steps, {name: unit.placement for name, unit in units.items()}, sizes)
     planned = {buffer.value: nbytes for buffer, nbytes in peaks.buffers.items()}
@@ -168,7 +168,7 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order(two, name):
 def prefetches() -> list[str]:
     engine = start(3)
     take_steps(engine, 3)
-    plan = engine.schedule.plans[True, Pass()]
+    plan = engine.schedule.programs[True, Pass()]
     engine.destroy()
     return [f"{step.verb} {step.unit}" for step in plan.steps if step.verb in ("gather", "use") and step.unit]
 

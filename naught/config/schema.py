@@ -95,8 +95,13 @@ class Zero(Block):
     ] = 0
     offload_optimizer: Annotated[OffloadOptimizer | None, Key("moves optimizer states and gradients off the device")] = None
     offload_param: Annotated[OffloadParam | None, Key("moves parameter shards off the device; stage 3 only")] = None
-    reduce_bucket_size: Annotated[Positive, Key("most elements that one reduce-scatter carries")] = 500_000_000
-    allgather_bucket_size: Annotated[Positive, Key("most elements that one all-gather carries")] = 500_000_000
+    reduce_bucket_size: Annotated[
+        Positive,
+        Key("most elements that one reduce-scatter carries, where it needs memory of its own; a larger unit goes in pieces"),
+    ] = 500_000_000
+    allgather_bucket_size: Annotated[
+        Positive, Key("elements of new weights that are under way at once after an update; stages 1 and 2")
+    ] = 500_000_000
     overlap_comm: Annotated[
         Flag | None,
         Key(
@@ -113,8 +118,14 @@ class Zero(Block):
         ),
     ] = 50_000_000
     stage3_param_persistence_threshold: Annotated[
-        Count, Key("parameters of fewer elements stay gathered", also=("param_persistence_threshold",))
-    ] = 100_000
+        Count,
+        Key(
+            "units of fewer elements stay gathered",
+            "a unit's parameters travel as one, so small ones cost no collective of their own",
+            also=("param_persistence_threshold",),
+            peer=100_000,
+        ),
+    ] = 0
     stage3_model_persistence_threshold: Annotated[
         Count, Key("most elements that may stay gathered in all", also=("model_persistence_threshold",))
     ] = 2**63 - 1
@@ -123,8 +134,13 @@ class Zero(Block):
     ] = 10**9
     stage3_max_reuse_distance: Annotated[
         Count,
-        Key("a unit that is used again before this many elements are gathered is not released", also=("max_reuse_distance",)),
-    ] = 10**9
+        Key(
+            "a unit that is used again before this many elements are gathered is not released",
+            "stage 3 is chosen for memory; a value buys speed with it",
+            also=("max_reuse_distance",),
+            peer=10**9,
+        ),
+    ] = 0
     stage3_module_granularity_threshold: Annotated[
         Count, Key("modules with fewer elements for each layer are made one unit", also=("module_granularity_threshold",))
     ] = 0
@@ -321,6 +337,13 @@ class Naught(Block):
         Whole, Field(ge=1, le=4096), Key("pieces into which each large linear layer is split, to gather one at a time")
     ] = 1
     nvme_path: Annotated[Text | None, Key("folder for what the pool puts on disk")] = None
+    reduce_every_micro_batch: Annotated[
+        Flag, Key("sum gradients over the ranks after every micro-batch, at every stage: then all stages round alike")
+    ] = False
+    lazy_weights: Annotated[
+        Flag,
+        Key("stages 1 and 2 gather new weights where the next forward uses them, not in step(); they read as NaN until then"),
+    ] = False
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ STARTERS = {
     + """  // stage 3 splits parameters too: memory falls with every rank, for half as much communication again
   "zero_optimization": {
     "stage": 3,
-    // smaller parameters stay on every rank
+    // smaller units stay whole on every rank
     "stage3_param_persistence_threshold": 1e5,
     "stage3_gather_16bit_weights_on_model_save": true
   }

@@ -1,0 +1,117 @@
+"""Group: the ranks that share a model. Every collective goes through it and is counted.
+
+A process without torch.distributed is a group of one, on the same path.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from naught.comm.ledger import Ledger
+from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
+from naught.errors import ScheduleError, UsageError
+from naught.layout import ALIGN_NUMEL
+
+__all__ = ["SAME_ORDER", "Group"]
+
+
+SAME_ORDER = "all ranks must run the same modules in the same order; a module that some ranks skip is fine"
+
+# Groups share one store, and every rank makes its groups in the same order: their number keeps their keys apart.
+_NUMBERS = itertools.count()
+
+
+class Group:
+    """Gathers flats, reduces them to their owners, and exchanges numbers. `reduce_numel` is the most that one reduce
+    carries where it needs memory of its own."""
+
+    def __init__(self, ledger: Ledger, device: torch.device, *, reduce_numel: int, patience_s: float = 30.0) -> None:
+        self.ledger, self.patience_s = ledger, patience_s
+        self.number = next(_NUMBERS)
+        self.meetings = 0
+        together = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if together else 0
+        self.size: int = dist.get_world_size() if together else 1
+        backends = _backends() if together else {}
+        self.wire = _wire(self.rank, self.size, device, backends.get(device.type), reduce_numel)
+        # Numbers that ranks exchange lie where the backend can reach them.
+        self.desk = torch.device("cpu") if self.size == 1 or "cpu" in backends else device
+
+    def gather(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
+        """Fill a flat in which every rank has put its own slice."""
+        self.ledger.add("all-gather", unit, (self.size - 1) * slices[self.rank].nbytes)
+        return self.wire.gather(flat, slices)
+
+    def reduce(self, flat: Tensor, slices: Sequence[Tensor], scratch: Tensor, unit: str) -> Pending:
+        """Sum all ranks' flats; after the wait this rank's slice of its flat holds its slice of the sum."""
+        self.ledger.add("reduce-scatter", unit, (self.size - 1) * slices[self.rank].nbytes)
+        return self.wire.reduce(flat, slices, scratch)
+
+    def spread(self, flat: Tensor, unit: str) -> None:
+        """Give every rank what rank 0 has."""
+        if self.size > 1:
+            self.ledger.add("broadcast", unit, flat.nbytes if self.rank == 0 else 0)
+            dist.broadcast(flat, src=0)
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """Every rank's row of numbers, in the order of the ranks."""
+        if self.size == 1:
+            return values.unsqueeze(0)
+        mine = values.to(self.desk)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows).to(values.device)
+
+    def exchange_texts(self, text: str) -> list[str]:
+        """Every rank's text, in the order of the ranks; as bytes, for nothing that is sent may be code."""
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = self.exchange(torch.tensor([raw.numel()])).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: raw.numel()] = raw
+        rows = self.exchange(padded)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def diverge(self, values: Tensor, story: str) -> Tensor:
+        """Exchange numbers outside of the order of collectives, which the ranks may have lost: through the store.
+
+        Raises ScheduleError on this rank if the others do not come to the same point in time.
+        """
+        if self.size == 1:
+            return values.unsqueeze(0)
+        store = dist.distributed_c10d._get_default_store()
+        self.meetings += 1
+        keys = [f"naught/{self.number}/diverge/{self.meetings}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], ",".join(str(int(value)) for value in values))
+        try:
+            store.wait(keys, timedelta(seconds=self.patience_s))
+        except RuntimeError as error:  # torch's DistStoreError is one
+            raise ScheduleError(
+                f"{story}, and not all other ranks met the same within {self.patience_s:g} s",
+                fix=SAME_ORDER,
+            ) from error
+        rows = [[int(number) for number in store.get(key).decode().split(",")] for key in keys]
+        return torch.tensor(rows)
+
+
+def _backends() -> dict[str, str]:
+    """The backend for each type of device, as torch has them: "cpu:gloo,cuda:nccl"."""
+    return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+
+
+def _wire(rank: int, size: int, device: torch.device, backend: str | None, reduce_numel: int) -> Wire:
+    if size == 1:
+        return Alone()
+    if backend == "gloo":
+        return Peers(rank, size, reduce_numel, ALIGN_NUMEL)
+    if backend is None:
+        raise UsageError(
+            f"the model is on {device} and the process group cannot carry that: it has {dist.get_backend_config()}",
+            fix='move the model first: model.to("cuda"), or start the process group with another backend',
+        )
+    return Collectives(rank)

@@ -1,0 +1,22 @@
+"""Ledger: what a rank has sent. Knows nothing of how."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+__all__ = ["Ledger"]
+
+
+@dataclass
+class Ledger:
+    """Bytes that this rank has sent, by collective, unit and phase."""
+
+    sent: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    phase: str = "start"
+
+    def add(self, collective: str, unit: str, nbytes: int) -> None:
+        self.sent[collective, unit, self.phase] += nbytes
+
+    def total(self, collective: str | None = None) -> int:
+        return sum(nbytes for (name, _, _), nbytes in self.sent.items() if collective in (None, name))

@@ -1,0 +1,53 @@
+"""Devices: what differs between a CPU and an accelerator. The only file that says cuda."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from naught.errors import ModelError
+
+__all__ = ["Mark", "allocated_bytes", "device_of", "mark"]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device on which a model's parameters lie."""
+    homes: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        homes.setdefault(param.device, name)
+    if len(homes) > 1:
+        shown = ", ".join(f'"{name}" on {device}' for device, name in homes.items())
+        raise ModelError(f"the model lies on several devices: {shown}", fix='move it to one: model.to("cuda") or model.to("cpu")')
+    return next(iter(homes), torch.device("cpu"))
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Bytes that tensors of this process hold on an accelerator; None where nobody counts them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in a device's time."""
+
+    seconds: float
+    event: torch.cuda.Event | None
+
+    def until(self, later: Mark) -> float:
+        """Seconds from this mark to a later one; on an accelerator this waits until the later one is reached."""
+        if self.event is None or later.event is None:
+            return later.seconds - self.seconds
+        later.event.synchronize()
+        return float(self.event.elapsed_time(later.event)) / 1000
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, as the device sees it: on an accelerator once it has done all that was asked of it so far."""
+    if device.type != "cuda":
+        return Mark(time.perf_counter(), None)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return Mark(time.perf_counter(), event)

@@ -1,0 +1,63 @@
+"""Program: a plan bound to its units. For each event, what to do until the module may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from naught.placement import Kind
+from naught.plan import Plan
+from naught.steps import Event, Moment, Step, Verb
+from naught.unit import Unit
+
+__all__ = ["Leg", "Program"]
+
+_MOMENTS = {
+    (Verb.USE, Kind.PARAM): Moment.ENTER,
+    (Verb.LEAVE, Kind.PARAM): Moment.EXIT,
+    (Verb.USE, Kind.GRAD): Moment.GRAD,
+    (Verb.LEAVE, Kind.GRAD): Moment.DONE,
+}
+_ACTIONS: dict[Verb, Callable[[Unit], Callable[[], None]]] = {
+    Verb.GATHER: lambda unit: unit.gather,
+    Verb.USE: lambda unit: unit.ready,
+    Verb.RELEASE: lambda unit: unit.release,
+    Verb.COLLECT: lambda unit: unit.collect,
+    Verb.REDUCE: lambda unit: unit.start_reduce,
+    Verb.SETTLE: lambda unit: unit.settle,
+}
+
+
+class Leg(NamedTuple):
+    """The steps up to the anchor of one event, and what they do. The last leg of a program has no event."""
+
+    event: Event | None
+    steps: tuple[Step, ...]
+    actions: tuple[Callable[[], None], ...]
+
+
+class Program:
+    """The legs of a plan, in order. What comes after a backward is the update's business, not a pass's."""
+
+    def __init__(self, plan: Plan, units: Mapping[str, Unit]) -> None:
+        self.steps = tuple(step for step in plan.steps if step.verb not in (Verb.NORM, Verb.UPDATE))
+        self.legs: list[Leg] = []
+        begun: list[Step] = []
+        for step in self.steps:
+            begun.append(step)
+            moment = _MOMENTS.get((step.verb, step.kind))
+            if moment is not None:
+                self._add(Event(moment, step.unit), begun, units)
+                begun = []
+        self._add(None, begun, units)
+
+    def _add(self, event: Event | None, steps: list[Step], units: Mapping[str, Unit]) -> None:
+        actions = tuple(_ACTIONS[step.verb](units[step.unit]) for step in steps if step.verb in _ACTIONS)
+        self.legs.append(Leg(event, tuple(steps), actions))
+
+    def find(self, start: int, event: Event) -> int | None:
+        """The next leg of an event; mostly it is the very next one."""
+        legs = self.legs
+        if legs[start].event == event:
+            return start
+        return next((at for at in range(start + 1, len(legs)) if legs[at].event == event), None)
