@@ -10,6 +10,7 @@ then said of the other too.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from naught.steps import Moment
 
-__all__ = ["Hooks", "Listener"]
+__all__ = ["Hooks", "Listener", "keep_out_of_graphs"]
 
 
 class Listener(Protocol):
@@ -65,8 +66,8 @@ class _Edge:
 class Hooks:
     """Listens to a module and its units until it is removed."""
 
-    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module], listener: Listener) -> None:
-        self.listener = listener
+    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module], frozen: Collection[str], listener: Listener) -> None:
+        self.listener, self.frozen = listener, frozen
         self.fire = self._fire_of_a_pass()
         self.calls: dict[str, int] = dict.fromkeys(units, 0)
         self.borrowed: dict[str, list[str]] = {}
@@ -76,7 +77,8 @@ class Hooks:
         for name, inner in units.items():
             # First in and last out, so that the user's own hooks find the weights.
             self._keep(inner.register_forward_pre_hook(self._enter_of(name, inner), with_kwargs=True, prepend=True))
-            self._keep(inner.register_forward_hook(self._exit_of(name, inner)))
+            self._keep(inner.register_forward_hook(self._exit_of(name, inner), with_kwargs=True))
+        keep_out_of_graphs()
         self._keep(module.register_forward_pre_hook(self._begin_of(module), prepend=True))
         self._keep(module.register_forward_hook(self._end_of(module), always_call=True))
         self._keep(module.register_state_dict_pre_hook(_if_same(module, listener.exported)))  # type: ignore[no-untyped-call]
@@ -172,19 +174,23 @@ class Hooks:
             self._edge(tensor).consumers.append(call)
 
     def _exit_of(self, unit: str, module: nn.Module) -> Callable[..., None]:
-        def leave(called: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        def leave(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if called is not module or _recomputing():
                 return
             self._pop(unit)
             if torch.is_grad_enabled():
                 outputs = _inside_graph(output)
-                if not outputs:
+                if not outputs and not self._is_graphless(unit, (args, kwargs)):
                     return  # its backward cannot be foreseen: the weights stay until the pass is over
                 for tensor in outputs:
                     self._edge(tensor).producers.append(unit)
             self._say(Moment.EXIT, unit)
 
         return leave
+
+    def _is_graphless(self, unit: str, inputs: Any) -> bool:
+        """Whether a unit has nothing to train and was given nothing to train: no backward will ever reach it."""
+        return unit in self.frozen and not any(leaf.requires_grad for leaf in _tensors(inputs))
 
     def _pop(self, unit: str) -> None:
         """Those above it were left by an exception that somebody has caught."""
@@ -217,6 +223,17 @@ class Hooks:
                 self._say_grad(unit)
 
         return fire
+
+
+def keep_out_of_graphs() -> None:
+    """Let torch.compile, if it is there, break its graphs around what lies in this package instead of tracing into it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and not _KEPT_OUT:
+        dynamo.trace_rules.add("naught")
+        _KEPT_OUT.append(True)
+
+
+_KEPT_OUT: list[bool] = []
 
 
 def _if_same(module: nn.Module, say: Callable[[], None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from naught.errors import UsageError
-from naught.hooks import Hooks
+from naught.hooks import Hooks, keep_out_of_graphs
 from naught.schedule import Schedule
 from naught.scout import Scout
 from naught.steps import Moment, Pass
@@ -30,11 +30,13 @@ class Passes:
             param: unit.name for unit in schedule.units.values() for segment in unit.segments for param in segment.weights.params
         }
         modules = dict(module.named_modules())
-        self.hooks = Hooks(module, {name: modules[name] for name in schedule.units}, self)
+        frozen = {name for name, unit in schedule.units.items() if not unit.trained}
+        self.hooks = Hooks(module, {name: modules[name] for name in schedule.units}, frozen, self)
 
     # --- what the hooks say ---
 
     def begin(self) -> None:
+        keep_out_of_graphs()  # the user may have compiled parts of the model since
         self._open()
         assert self.schedule.current is not None
         if self.schedule.current.program is None and any(not unit.present for unit in self.schedule.units.values()):
@@ -97,7 +99,7 @@ class Passes:
         self.hooks.forget()
         if running.seen_backward:
             self.watch.after("backward")
-        self.watch.enter("idle")
+        self.watch.rest()
 
     def abort(self) -> None:
         """Forget the pass that an exception has ended, and with it its step: part of a sum is no gradient."""
@@ -107,7 +109,7 @@ class Passes:
         for unit in self.schedule.units.values():
             for segment in unit.trained:
                 segment.grads.drop()
-        self.watch.enter("idle")
+        self.watch.rest()
 
     @contextmanager
     def lending(self) -> Iterator[None]:

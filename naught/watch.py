@@ -30,24 +30,25 @@ class Watch:
     def enter(self, phase: str) -> None:
         """What is sent from here on counts for this phase."""
         if phase != self.ledger.phase:
-            self._stop()
+            self.rest()
             self.ledger.phase = phase
             self.began = mark(self.device)
 
     def after(self, phase: str) -> None:
         """A phase is over: remember what is held."""
-        self._stop()
-        self.ledger.phase = "idle"
+        self.rest()
         held = dict(self.meter.live)
         allocated = allocated_bytes(self.device)
         self.held_after[phase] = held if allocated is None else held | {"allocated by torch": allocated}
 
-    def _stop(self) -> None:
+    def rest(self) -> None:
+        """No phase is under way."""
         if self.began is not None:
             self.unread.append((self.ledger.phase, self.began, mark(self.device)))
             self.began = None
             if len(self.unread) > _UNREAD:
                 self._read()
+        self.ledger.phase = "idle"
 
     def _read(self) -> None:
         for phase, began, ended in self.unread:

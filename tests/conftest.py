@@ -1,11 +1,38 @@
-"""Hypothesis profiles: the same examples in every run, so that a failure on one machine is a failure on all."""
+"""What tests share: hypothesis profiles with the same examples in every run, and worlds of ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+from workers import World
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile("soak", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[dict[int, World]]:
+    made = {size: World(size) for size in (1, 2, 3, 4)}
+    yield made
+    for world in made.values():
+        world.stop()
+
+
+@pytest.fixture
+def two(worlds: dict[int, World]) -> World:
+    return worlds[2]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many as the workers have: a matrix product rounds by its number of threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# make test-gpu runs the same tests on a GPU.
+DEVICE = torch.device(os.environ.get("NAUGHT_DEVICE", "cpu"))
 WIDTH, VOCAB, BATCH, LENGTH = 64, 64, 2, 16
 MODELS: dict[str, Callable[[], nn.Module]] = {}
 
@@ -21,7 +24,7 @@ def model(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def batch_of(step: int, rank: int) -> Tensor:
-    return torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1000 * step + rank))
+    return torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1000 * step + rank)).to(DEVICE)
 
 
 def my_rank() -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
-from menagerie import MODELS
+from menagerie import DEVICE, MODELS
 from training import Outcome, train, train_plainly
 from workers import World
 
@@ -17,14 +16,6 @@ OWN_WAY = {"block_skipped_on_one_rank", "experts_by_rank_and_batch", "buffers"}
 # Parameters of a few odd elements: torch's kernel rounds such a tail by itself differently from the body of a flat.
 ODD_SIZES = {"uneven_sizes_and_users_hooks", "dataclass_outputs_and_keyword_inputs"}
 SOAK = os.environ.get("NAUGHT_SOAK") == "1"
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    made = {size: World(size) for size in (1, 2, 3, 4)}
-    yield made
-    for world in made.values():
-        world.stop()
 
 
 def outcomes(world: World, name: str, **options) -> list[list[Outcome]]:
@@ -104,7 +95,7 @@ def sgd_plainly() -> str:
     from training import digest
 
     torch.manual_seed(0)
-    model = MODELS["plain"]()
+    model = MODELS["plain"]().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False)
     for step in range(4):
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from menagerie import MODELS, batch_of, my_rank
+from menagerie import DEVICE, MODELS, batch_of, my_rank
 from torch import Tensor, nn
 
 from naught.engine import Engine, initialize
@@ -35,10 +35,32 @@ def config_of(stage: int, *, accumulation: int = 1, clip: float = 0.0, optimizer
     }
 
 
-def train(name: str, stage: int, *, steps: int = 4, accumulation: int = 1, clip: float = 0.0, **options: Any) -> Outcome:
+def engine_of(model: nn.Module, config: dict[str, Any]) -> Engine:
+    return initialize(model=model.to(DEVICE), config=config)[0]
+
+
+def start(stage: int, name: str = "plain", **options: Any) -> Engine:
     torch.manual_seed(0)
-    model = MODELS[name]()
-    engine, *_ = initialize(model=model, config=config_of(stage, accumulation=accumulation, clip=clip, **options))
+    return engine_of(MODELS[name](), config_of(stage, **options))
+
+
+def take_steps(engine: Engine, steps: int = 1, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(batch_of(step, my_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def engine_calls(stage: int) -> tuple[list[float], str]:
+    engine = start(stage)
+    return take_steps(engine, 3), digest_of_weights(engine)
+
+
+def train(name: str, stage: int, *, steps: int = 4, accumulation: int = 1, clip: float = 0.0, **options: Any) -> Outcome:
+    engine = start(stage, name, accumulation=accumulation, clip=clip, **options)
     losses, norms = [], []
     for step in range(steps):
         for micro in range(accumulation):
@@ -73,7 +95,9 @@ def digest(tensors: list[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         # A copy: numpy() would pin the storage, and a pinned flat cannot be freed.
-        sha.update(tensor.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        sha.update(
+            tensor.detach().cpu().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        )
     return sha.hexdigest()
 
 
@@ -84,7 +108,7 @@ def train_plainly(name: str, world: int, norms: list[float], *, steps: int = 4, 
     it is known to be right.
     """
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = MODELS[name]().to(DEVICE)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, **{**HYPER, "betas": tuple(HYPER["betas"])}, fused=True)
     losses = []

@@ -106,6 +106,9 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if os.environ.get("NAUGHT_DEVICE", "cpu") != "cpu":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else sums of a GPU depend on its mood
+        torch.use_deterministic_algorithms(True)
     if size > 1:
         store = dist.FileStore(str(Path(folder, "store")), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))

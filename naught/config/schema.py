@@ -142,7 +142,7 @@ class Zero(Block):
         ),
     ] = 0
     stage3_module_granularity_threshold: Annotated[
-        Count, Key("modules with fewer elements for each layer are made one unit", also=("module_granularity_threshold",))
+        Count, idle("the layers of a block are always one unit", also=("module_granularity_threshold",))
     ] = 0
     stage3_gather_16bit_weights_on_model_save: Annotated[
         Flag,

@@ -1,0 +1,114 @@
+"""Budgets in the configuration bound memory and traffic, and change no bit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from menagerie import WIDTH
+from training import digest_of_weights, start, take_steps
+
+from naught.comm.ledger import Ledger
+from naught.comm.wires import Collectives, Peers
+from naught.holding import Buffer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LARGEST = 128 * WIDTH * 2 + WIDTH * 3 + 128  # elements of a block, the largest unit of the plain model
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    weights: str
+    peak: dict[str, int]
+    gathered: int
+    whole: int
+
+
+def bounded(stage: int, **zero: Any) -> Run:
+    engine = start(stage, clip=0.5, **zero)
+    losses = take_steps(engine, 2)
+    engine.meter.peak.clear()
+    before = engine.watch.ledger.total("all-gather")
+    losses += take_steps(engine, 1, first=2)
+    gathered = engine.watch.ledger.total("all-gather") - before
+    whole = sum(unit.sizes().weights for unit in engine.schedule.units.values())
+    report = engine.report()
+    peak = report["peak"] | {"weights": report["live"]["weights"]}
+    return Run(losses, digest_of_weights(engine), peak, gathered, whole)
+
+
+def same_bits(one: list[Run], other: list[Run]) -> bool:
+    return [run[:2] for run in one] == [run[:2] for run in other]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("bucket", [64, 1024, 5000])
+def test_a_reduce_needs_no_more_scratch_than_its_bucket(worlds, stage, bucket):
+    plain, small = (worlds[3].run(bounded, stage, **zero) for zero in ({}, {"reduce_bucket_size": bucket}))
+    assert same_bits(plain, small)
+    for before, after in zip(plain, small, strict=True):
+        assert after.peak[Buffer.SCRATCH] <= 4 * max(2 * 64, bucket)
+        assert after.peak[Buffer.SCRATCH] < before.peak[Buffer.SCRATCH]
+
+
+@pytest.mark.parametrize("key", ["sub_group_size", "allgather_bucket_size"])
+@pytest.mark.parametrize("stage", range(4))
+def test_updates_and_their_gathers_in_small_parts_change_no_bit(two, stage, key):
+    assert same_bits(two.run(bounded, stage), two.run(bounded, stage, **{key: 100}))
+
+
+def test_small_units_stay_whole_as_far_as_there_is_room(two):
+    split = two.run(bounded, 3)
+    kept = two.run(bounded, 3, stage3_param_persistence_threshold=LARGEST)
+    some = two.run(bounded, 3, stage3_param_persistence_threshold=LARGEST, stage3_model_persistence_threshold=WIDTH * 2)
+    assert same_bits(split, kept)
+    assert same_bits(split, some)
+    for every, few, fewer in zip(split, some, kept, strict=True):
+        assert every.peak["weights"] < few.peak["weights"] < fewer.peak["weights"] < every.whole
+
+
+def test_a_reuse_distance_buys_a_gather_with_memory(two):
+    released = two.run(bounded, 3)
+    kept = two.run(bounded, 3, stage3_max_reuse_distance=1e9)
+    narrow = two.run(bounded, 3, stage3_max_reuse_distance=1e9, stage3_max_live_parameters=1)
+    assert same_bits(released, kept)
+    assert same_bits(released, narrow)
+    for before, after, bound in zip(released, kept, narrow, strict=True):
+        assert after.gathered == after.whole // 2, "once, not twice"
+        assert after.peak[Buffer.GATHERED] == after.whole
+        assert before.gathered >= bound.gathered > after.gathered
+        assert bound.peak[Buffer.GATHERED] <= 2 * 4 * LARGEST + 4 * 4 * 64
+
+
+def over_a_wire(kind: str, piece: int) -> tuple[list[float], list[float]]:
+    """What a rank's slice holds after a reduce and a gather of small whole numbers, which add without rounding."""
+    import torch.distributed as dist
+
+    rank, size, shard = dist.get_rank(), dist.get_world_size(), 192
+    wire = Collectives(rank) if kind == "collectives" else Peers(rank, size, piece * size, 64)
+    flat = torch.arange(size * shard, dtype=torch.float32) * (rank + 1)
+    slices = list(flat.split(shard))
+    scratch = torch.empty(wire.scratch_numel(shard))
+    wire.reduce(flat, slices, scratch).wait()
+    reduced = slices[rank].tolist()
+    wire.gather(flat, slices).wait()
+    return reduced, flat.tolist()
+
+
+@pytest.mark.parametrize(("kind", "piece"), [("collectives", 0), ("peers", 64), ("peers", 128), ("peers", 10**6)])
+def test_both_wires_bring_every_slice_to_its_place(worlds, kind, piece):
+    wanted = (torch.arange(3 * 192, dtype=torch.float32) * 6).tolist()
+    for rank, (reduced, whole) in enumerate(worlds[3].run(over_a_wire, kind, piece)):
+        assert reduced == wanted[rank * 192 : (rank + 1) * 192]
+        assert whole == wanted
+
+
+def test_a_ledger_adds_up():
+    ledger = Ledger()
+    ledger.add("all-gather", "a", 3)
+    ledger.phase = "forward"
+    ledger.add("all-gather", "a", 4)
+    ledger.add("reduce-scatter", "a", 5)
+    assert (ledger.total("all-gather"), ledger.total()) == (7, 12)
