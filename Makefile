@@ -3,13 +3,18 @@ PY ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test soak check venv sizes docs clean
+.PHONY: demo test test-gpu soak check venv peers sizes docs clean
 
 demo: .venv/core
 	$(BIN)/python examples/plan_questions.py
 
 test: .venv/dev
 	$(BIN)/python -m pytest
+
+# The same on a GPU, with the Python and the torch that are there.
+test-gpu:
+	NAUGHT_DEVICE=cuda $(PY) -m pytest tests/test_parity.py tests/test_engine.py tests/test_volume.py tests/test_budgets.py \
+		tests/test_parameters.py tests/test_mishaps.py
 
 # The large counts: every model, world, accumulation and clipping; many more examples of every property.
 soak: .venv/dev
@@ -22,6 +27,12 @@ check: .venv/dev
 
 venv: .venv/dev
 
+# DeepSpeed, for benchmarks/cpu.py, in an environment of its own: it patches torch.
+peers:
+	$(PY) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -c constraints.txt torch numpy setuptools wheel ninja packaging
+	DS_BUILD_OPS=0 .venv-peers/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation deepspeed==0.19.8
+
 sizes:
 	@$(PY) tools/sizes.py
 
@@ -29,7 +40,7 @@ docs: .venv/dev
 	$(BIN)/python tools/defaults_page.py > docs/config.md
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/core: pyproject.toml constraints.txt
 	$(PY) -m venv .venv

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 import time
 from dataclasses import dataclass
 
@@ -10,7 +13,7 @@ from torch import nn
 
 from naught.errors import ModelError
 
-__all__ = ["Mark", "allocated_bytes", "device_of", "mark"]
+__all__ = ["Mark", "allocated_bytes", "device_of", "keep_freed_pages", "mark"]
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -27,6 +30,25 @@ def device_of(model: nn.Module) -> torch.device:
 def allocated_bytes(device: torch.device) -> int | None:
     """Bytes that tensors of this process hold on an accelerator; None where nobody counts them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+# glibc's numbers for mallopt.
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+
+
+def keep_freed_pages(device: torch.device) -> None:
+    """From here on let a CPU's allocator keep freed memory, as those of accelerators do: flats come and go with every
+    unit, and pages that the system takes back cost a fault each when they return. What is free already goes back first.
+
+    Whoever has set one of glibc's MALLOC_ variables is heeded.
+    """
+    tuned = any(name.startswith("MALLOC_") for name in os.environ)
+    if device.type != "cpu" or tuned or platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    libc.mallopt(_TRIM_THRESHOLD, -1)
+    libc.mallopt(_MMAP_MAX, 0)
 
 
 @dataclass(frozen=True)

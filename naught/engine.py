@@ -15,7 +15,7 @@ from naught.agreement import agree, facts_of
 from naught.build import budgets_of, build_units, limits_of, refuse_what_is_not_there_yet, rule_of
 from naught.comm import Group
 from naught.config import Batch, Config, Source, derive_batch, load
-from naught.devices import device_of
+from naught.devices import device_of, keep_freed_pages
 from naught.flat import Meter
 from naught.passes import Passes
 from naught.rules import Rule
@@ -42,6 +42,7 @@ def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, 
     optimizer = Optimizer(*rule_of(loaded))
     units = build_units(model, loaded, group, watch.meter)
     schedule = Schedule(units, group, budgets_of(loaded, units))
+    keep_freed_pages(watch.device)
     return Engine(model, loaded, batch, schedule, optimizer, watch), optimizer, None, None
 
 

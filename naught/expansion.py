@@ -47,6 +47,8 @@ class _Expansion:
             self._add(unit, Kind.PARAM, *_FETCH[self.placements[unit].param.tier])
             self.present.add(unit)
         if backward:
+            if self.sizes[unit].trained and unit not in self.backward:
+                self._add(unit, Kind.GRAD, Verb.COLLECT)
             self.backward.add(unit)
         else:
             self.depth[unit] = self.depth.get(unit, 0) + 1
@@ -61,9 +63,7 @@ class _Expansion:
         """A unit's gradients are complete, for now or for good: a late gradient may follow."""
         placement = self.placements[unit]
         self.backward.discard(unit)
-        self._release_if_idle(unit)  # before the flat is opened, which is as large
-        if self.sizes[unit].trained:
-            self._add(unit, Kind.GRAD, Verb.COLLECT)
+        self._release_if_idle(unit)
         # Whole gradients wait for the last micro-batch and for the last of their own: summing them twice is wrong.
         due = placement.grad.split or (self.which.last and for_good)
         if self.sizes[unit].trained and due:

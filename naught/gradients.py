@@ -44,11 +44,28 @@ class Gradients:
         """Whether autograd has made gradients that are not collected yet."""
         return any(param.grad is not None for param in self.params)
 
+    def take(self, index: int) -> None:
+        """Take up one parameter's gradient at once."""
+        grad = self.params[index].grad
+        assert grad is not None
+        if self.under_way is not None:
+            return  # a late one: the next collect finds it
+        self.open()
+        if self.filled[index]:
+            self.flat.slots[index].add_(grad)
+        else:
+            self.flat.slots[index].copy_(grad)
+        self.filled[index] = self.used[index] = True
+        self.params[index].grad = None
+
     def collect(self) -> None:
-        """Take up what autograd has made since: copied into the flat, or added to what is there."""
-        self._open()
-        slots, filled = self.flat.slots, self.filled
+        """Take up what autograd has made and nobody has taken: copied into the flat, or added to what is there. While the
+        flat is under way, what is made waits for the next time."""
         made = [(index, param.grad) for index, param in enumerate(self.params) if param.grad is not None]
+        if not made or self.under_way is not None:
+            return
+        self.open()
+        slots, filled = self.flat.slots, self.filled
         fresh = [(slots[index], grad) for index, grad in made if not filled[index]]
         if fresh:
             torch._foreach_copy_([into for into, _ in fresh], [grad for _, grad in fresh])
@@ -59,11 +76,10 @@ class Gradients:
             filled[index] = self.used[index] = True
             self.params[index].grad = None
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Make room for gradients. Another backward before the update: what was summed moves aside."""
-        if self.unsent:
+        if self.unsent or self.under_way is not None:
             return
-        assert self.under_way is None, "a plan settles a reduce before the next collect"
         if self.summed:
             self._set_aside()
         self.unsent = True
@@ -73,6 +89,7 @@ class Gradients:
 
     def start_reduce(self, unit: str) -> None:
         """Send every rank its part of these gradients. What this rank did not use counts as zero."""
+        self.open()
         self.collect()
         for view, filled in zip(self.flat.slots, self.filled, strict=True):
             if not filled:

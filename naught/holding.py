@@ -27,7 +27,6 @@ class Buffer(StrEnum):
     LOADED_GRADS = "loaded gradients"
     AHEAD = "weights ahead of their use"  # a part of the next one, or of whole weights: never added to a tier
     GATHERED = "gathered weights"
-    MADE_GRADS = "gradients being made"  # autograd's own
     GRAD_FLATS = "gradient flats"
     WHOLE_GRADS = "whole gradients"
     SCRATCH = "reduce scratch"
@@ -69,7 +68,6 @@ LIVES: Mapping[Buffer, Life] = {
         lambda size: size.weights,
         when=lambda place: place.param.split,  # whole weights rest on the device: not the plan's to hold
     ),
-    Buffer.MADE_GRADS: Life(Tier.DEVICE, (Verb.USE, Kind.GRAD), ((Verb.COLLECT, Kind.GRAD),), lambda size: size.grads),
     Buffer.GRAD_FLATS: Life(
         Tier.DEVICE,
         (Verb.COLLECT, Kind.GRAD),

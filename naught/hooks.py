@@ -31,6 +31,8 @@ class Listener(Protocol):
 
     def happened(self, moment: Moment, unit: str) -> None: ...
 
+    def made(self, param: nn.Parameter) -> None: ...
+
     def in_backward(self, unit: str) -> bool: ...
 
     def exported(self) -> None: ...
@@ -64,9 +66,17 @@ class _Edge:
 
 
 class Hooks:
-    """Listens to a module and its units until it is removed."""
+    """Listens to a module and its units, and to the gradients of large parameters, until it is removed."""
 
-    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module], frozen: Collection[str], listener: Listener) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Mapping[str, nn.Module],
+        listener: Listener,
+        *,
+        frozen: Collection[str],
+        large: Collection[nn.Parameter],
+    ) -> None:
         self.listener, self.frozen = listener, frozen
         self.fire = self._fire_of_a_pass()
         self.calls: dict[str, int] = dict.fromkeys(units, 0)
@@ -81,6 +91,8 @@ class Hooks:
         keep_out_of_graphs()
         self._keep(module.register_forward_pre_hook(self._begin_of(module), prepend=True))
         self._keep(module.register_forward_hook(self._end_of(module), always_call=True))
+        for param in large:
+            self._keep(param.register_post_accumulate_grad_hook(listener.made))  # type: ignore[no-untyped-call]
         self._keep(module.register_state_dict_pre_hook(_if_same(module, listener.exported)))  # type: ignore[no-untyped-call]
         self._keep(module.register_load_state_dict_pre_hook(_if_same(module, listener.imported)))  # type: ignore[no-untyped-call]
 

@@ -73,13 +73,13 @@ def hoist(steps: Sequence[Step], verb: Verb, placements: Placements, sizes: Size
 
 
 def sink(steps: Sequence[Step]) -> list[Step]:
-    """Wait for each reduce as late as possible: before the next flat is opened, before the norm, or before its sum is needed."""
+    """Wait for each reduce as late as possible: before the next one, before the norm, or before its sum is needed."""
     sunk: list[Step] = []
     waiting: Step | None = None
     for step in steps:
         if waiting is not None:
             needed = step.unit == waiting.unit and step.verb not in (Verb.LEAVE, Verb.RELEASE)
-            if needed or step.verb in (Verb.COLLECT, Verb.REDUCE, Verb.NORM, Verb.SETTLE):
+            if needed or step.verb in (Verb.REDUCE, Verb.NORM, Verb.SETTLE):
                 sunk.append(waiting)
                 waiting = None
         if step.verb is Verb.SETTLE:

@@ -18,6 +18,8 @@ from naught.weights import check_husks
 
 __all__ = ["Passes"]
 
+_LARGE_BYTES = 1 << 16
+
 
 class Passes:
     """Listens to a module. `completes_step` tells of a pass that begins whether its gradients are summed over the ranks."""
@@ -29,9 +31,19 @@ class Passes:
         self.homes = {
             param: unit.name for unit in schedule.units.values() for segment in unit.segments for param in segment.weights.params
         }
+        # Large gradients are taken up as they are made, so that each is held twice for a moment only; small ones are not
+        # worth a hook.
+        self.large = {
+            param: (segment.grads, index)
+            for unit in schedule.units.values()
+            for segment in unit.trained
+            for index, param in enumerate(segment.weights.params)
+            if param.nbytes >= _LARGE_BYTES
+        }
         modules = dict(module.named_modules())
         frozen = {name for name, unit in schedule.units.items() if not unit.trained}
-        self.hooks = Hooks(module, {name: modules[name] for name in schedule.units}, frozen, self)
+        inner = {name: modules[name] for name in schedule.units}
+        self.hooks = Hooks(module, inner, self, frozen=frozen, large=self.large)
 
     # --- what the hooks say ---
 
@@ -73,6 +85,12 @@ class Passes:
         if moment is Moment.GRAD:
             self.watch.enter("backward")
         self.schedule.happened(moment, unit)
+
+    def made(self, param: nn.Parameter) -> None:
+        if self.schedule.current is None:
+            self._open()
+        grads, index = self.large[param]
+        grads.take(index)
 
     def in_backward(self, unit: str) -> bool:
         running = self.schedule.current
@@ -142,3 +160,4 @@ class Passes:
                 segment.close()
         self.hooks.remove()
         self.homes.clear()
+        self.large.clear()

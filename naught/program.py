@@ -18,13 +18,15 @@ _MOMENTS = {
     (Verb.USE, Kind.GRAD): Moment.GRAD,
     (Verb.LEAVE, Kind.GRAD): Moment.DONE,
 }
-_ACTIONS: dict[Verb, Callable[[Unit], Callable[[], None]]] = {
-    Verb.GATHER: lambda unit: unit.gather,
-    Verb.USE: lambda unit: unit.ready,
-    Verb.RELEASE: lambda unit: unit.release,
-    Verb.COLLECT: lambda unit: unit.collect,
-    Verb.REDUCE: lambda unit: unit.start_reduce,
-    Verb.SETTLE: lambda unit: unit.settle,
+_ACTIONS: dict[tuple[Verb, Kind], Callable[[Unit], Callable[[], None]]] = {
+    (Verb.GATHER, Kind.PARAM): lambda unit: unit.gather,
+    (Verb.USE, Kind.PARAM): lambda unit: unit.ready,
+    (Verb.USE, Kind.GRAD): lambda unit: unit.ready,
+    (Verb.RELEASE, Kind.PARAM): lambda unit: unit.release,
+    (Verb.COLLECT, Kind.GRAD): lambda unit: unit.open_grads,
+    (Verb.REDUCE, Kind.GRAD): lambda unit: unit.start_reduce,
+    (Verb.SETTLE, Kind.GRAD): lambda unit: unit.settle,
+    (Verb.LEAVE, Kind.GRAD): lambda unit: unit.collect,
 }
 
 
@@ -52,7 +54,8 @@ class Program:
         self._add(None, begun, units)
 
     def _add(self, event: Event | None, steps: list[Step], units: Mapping[str, Unit]) -> None:
-        actions = tuple(_ACTIONS[step.verb](units[step.unit]) for step in steps if step.verb in _ACTIONS)
+        bound = (_ACTIONS.get((step.verb, step.kind)) for step in steps)
+        actions = tuple(act(units[step.unit]) for act, step in zip(bound, steps, strict=True) if act is not None)
         self.legs.append(Leg(event, tuple(steps), actions))
 
     def find(self, start: int, event: Event) -> int | None:

@@ -38,7 +38,7 @@ class Verb(StrEnum):
     USE = "use"  # anchor: the module computes from here, forward (param) or backward (grad)
     LEAVE = "leave"  # anchor: the module has computed, forward (param) or backward (grad)
     RELEASE = "release"  # a gathered flat is freed
-    COLLECT = "collect"  # gradients that autograd has made go into a flat
+    COLLECT = "collect"  # a flat for this unit's gradients is opened
     REDUCE = "reduce"  # gradients set out for their owners
     SETTLE = "settle"  # their sum has arrived
     STORE = "store"  # device to host

@@ -126,6 +126,10 @@ class Unit:
         for segment in self.segments:
             segment.weights.take_back()
 
+    def open_grads(self) -> None:
+        for segment in self.trained:
+            segment.grads.open()
+
     def collect(self) -> None:
         for segment in self.trained:
             segment.grads.collect()

@@ -20,7 +20,7 @@ from naught.weights import check_husks
 __all__ = ["Norm", "UpdateLimits", "update"]
 
 _BLOCK_NUMEL = 1 << 16  # of a sum of squares
-_BATCH_BYTES = 32 << 20  # of gradients that one call of the rule takes up
+_BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 
 
 class Norm(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from menagerie import WIDTH
 from training import digest_of_weights, start, take_steps
+from workers import World
 
 from naught.comm.ledger import Ledger
 from naught.comm.wires import Collectives, Peers
@@ -103,6 +104,29 @@ def test_both_wires_bring_every_slice_to_its_place(worlds, kind, piece):
     for rank, (reduced, whole) in enumerate(worlds[3].run(over_a_wire, kind, piece)):
         assert reduced == wanted[rank * 192 : (rank + 1) * 192]
         assert whole == wanted
+
+
+def over_nccl(folder: str) -> list[float]:
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+    try:
+        flat = torch.arange(192, dtype=torch.float32, device="cuda")
+        wire = Collectives(0)
+        wire.reduce(flat, [flat], flat[:0]).wait()
+        wire.gather(flat, [flat]).wait()
+        return flat.tolist()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
+def test_nccl_takes_a_flat_in_place(tmp_path):
+    world = World(1)
+    try:
+        assert world.run(over_nccl, str(tmp_path))[0] == list(range(192))
+    finally:
+        world.stop()
 
 
 def test_a_ledger_adds_up():

@@ -272,38 +272,38 @@ def words(steps) -> str:
 # Two blocks, no prefetching: what each placement does, step by step.
 GOLDEN = {
     "stage0": (
-        "use.p.b leave.p.b use.p.c leave.p.c use.g.c collect.g.c reduce.g.c settle.g.c leave.g.c use.g.b collect.g.b "
+        "use.p.b leave.p.b use.p.c leave.p.c collect.g.c use.g.c reduce.g.c settle.g.c leave.g.c collect.g.b use.g.b "
         "reduce.g.b settle.g.b leave.g.b norm.g.* update.o.b update.o.c"
     ),
     "stage1": (
-        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c use.g.c collect.g.c reduce.g.c settle.g.c leave.g.c "
-        "use.g.b collect.g.b reduce.g.b settle.g.b leave.g.b norm.g.* update.o.b update.o.c"
+        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c settle.g.c leave.g.c "
+        "collect.g.b use.g.b reduce.g.b settle.g.b leave.g.b norm.g.* update.o.b update.o.c"
     ),
     "stage3": (
-        "gather.p.b use.p.b release.p.b leave.p.b gather.p.c use.p.c leave.p.c use.g.c release.p.c collect.g.c reduce.g.c "
-        "settle.g.c leave.g.c gather.p.b use.g.b release.p.b collect.g.b reduce.g.b settle.g.b leave.g.b norm.g.* "
-        "update.o.b update.o.c"
+        "gather.p.b use.p.b release.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c release.p.c "
+        "reduce.g.c settle.g.c leave.g.c gather.p.b collect.g.b use.g.b release.p.b reduce.g.b settle.g.b leave.g.b "
+        "norm.g.* update.o.b update.o.c"
     ),
     "stage1-offload": (
-        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c use.g.c collect.g.c reduce.g.c settle.g.c leave.g.c "
-        "use.g.b collect.g.b reduce.g.b settle.g.b leave.g.b norm.g.* store.g.b update.o.b load.p.b store.g.c update.o.c "
-        "load.p.c"
+        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c settle.g.c leave.g.c "
+        "collect.g.b use.g.b reduce.g.b settle.g.b leave.g.b norm.g.* store.g.b update.o.b load.p.b store.g.c "
+        "update.o.c load.p.c"
     ),
     "stage2-offload": (
-        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c use.g.c collect.g.c reduce.g.c settle.g.c store.g.c "
-        "leave.g.c use.g.b collect.g.b reduce.g.b settle.g.b store.g.b leave.g.b norm.g.* update.o.b load.p.b update.o.c "
-        "load.p.c"
+        "gather.p.b use.p.b leave.p.b gather.p.c use.p.c leave.p.c collect.g.c use.g.c reduce.g.c settle.g.c store.g.c "
+        "leave.g.c collect.g.b use.g.b reduce.g.b settle.g.b store.g.b leave.g.b norm.g.* update.o.b load.p.b "
+        "update.o.c load.p.c"
     ),
     "infinity-host": (
-        "load.p.b gather.p.b use.p.b release.p.b leave.p.b load.p.c gather.p.c use.p.c leave.p.c use.g.c release.p.c "
-        "collect.g.c reduce.g.c settle.g.c store.g.c leave.g.c load.p.b gather.p.b use.g.b release.p.b collect.g.b "
+        "load.p.b gather.p.b use.p.b release.p.b leave.p.b load.p.c gather.p.c use.p.c leave.p.c collect.g.c use.g.c "
+        "release.p.c reduce.g.c settle.g.c store.g.c leave.g.c load.p.b gather.p.b collect.g.b use.g.b release.p.b "
         "reduce.g.b settle.g.b store.g.b leave.g.b norm.g.* update.o.b update.o.c"
     ),
     "infinity-disk-all": (
         "read.p.b load.p.b gather.p.b use.p.b release.p.b leave.p.b read.p.c load.p.c gather.p.c use.p.c leave.p.c "
-        "use.g.c release.p.c collect.g.c reduce.g.c settle.g.c store.g.c write.g.c leave.g.c read.p.b load.p.b gather.p.b "
-        "use.g.b release.p.b collect.g.b reduce.g.b settle.g.b store.g.b write.g.b leave.g.b norm.g.* read.g.b read.o.b "
-        "update.o.b write.o.b write.p.b read.g.c read.o.c update.o.c write.o.c write.p.c"
+        "collect.g.c use.g.c release.p.c reduce.g.c settle.g.c store.g.c write.g.c leave.g.c read.p.b load.p.b "
+        "gather.p.b collect.g.b use.g.b release.p.b reduce.g.b settle.g.b store.g.b write.g.b leave.g.b norm.g.* "
+        "read.g.b read.o.b update.o.b write.o.b write.p.b read.g.c read.o.c update.o.c write.o.c write.p.c"
     ),
 }
 
@@ -338,7 +338,7 @@ def test_a_reduce_is_waited_for_before_the_next_one_and_its_sum_before_it_is_nee
     steps = compile_plan(one_pass(("b", "c")), placed, EVEN, budgets=budgets, which=Pass()).steps
     shown = words(step for step in steps if step.kind is Kind.GRAD)
     assert shown == (
-        "use.g.c collect.g.c reduce.g.c leave.g.c use.g.b settle.g.c collect.g.b reduce.g.b leave.g.b settle.g.b norm.g.*"
+        "collect.g.c use.g.c reduce.g.c leave.g.c collect.g.b use.g.b settle.g.c reduce.g.b leave.g.b settle.g.b norm.g.*"
     )
     placed = dict.fromkeys(("b", "c"), PLACEMENTS["stage2-offload"])
     steps = compile_plan(one_pass(("b", "c")), placed, EVEN, budgets=budgets, which=Pass()).steps
@@ -363,8 +363,9 @@ def test_no_budget_fetches_only_what_is_needed():
     assert simulate(plan.steps, placed, EVEN).buffers[Buffer.GATHERED] == 100
     for at, step in enumerate(plan.steps):
         if step.verb is Verb.GATHER:
-            following = plan.steps[at + 1]
-            assert (following.verb, following.unit) == (Verb.USE, step.unit)
+            following = [later for later in plan.steps[at + 1 :] if later.verb is not Verb.COLLECT]
+            assert following[0].verb is Verb.USE
+            assert following[0].unit == step.unit
 
 
 @pytest.mark.parametrize(
@@ -390,15 +391,15 @@ def test_earlier_micro_batches_reduce_only_split_gradients_and_later_ones_find_w
 def test_gradients_on_disk_are_read_before_more_is_added():
     placed = {"b": PLACEMENTS["infinity-disk-all"]}
     later = [step for step in expand(one_pass(("b",)), placed, EVEN, Pass(first=False, last=False)) if step.kind is Kind.GRAD]
-    assert words(later) == "use.g.b collect.g.b read.g.b reduce.g.b settle.g.b store.g.b write.g.b leave.g.b"
+    assert words(later) == "collect.g.b use.g.b read.g.b reduce.g.b settle.g.b store.g.b write.g.b leave.g.b"
 
 
 def test_a_recompute_releases_nothing():
     events = [Event(m, "b") for m in (Moment.ENTER, Moment.EXIT, Moment.GRAD, Moment.ENTER, Moment.EXIT, Moment.DONE)]
     steps = words(expand(events, {"b": place_stage(3)}, EVEN, Pass(last=False)))
     assert steps == (
-        "gather.p.b use.p.b release.p.b leave.p.b gather.p.b use.g.b use.p.b leave.p.b "
-        "release.p.b collect.g.b reduce.g.b settle.g.b leave.g.b"
+        "gather.p.b use.p.b release.p.b leave.p.b gather.p.b collect.g.b use.g.b use.p.b leave.p.b "
+        "release.p.b reduce.g.b settle.g.b leave.g.b"
     )
 
 
@@ -439,15 +440,15 @@ def test_updates_come_in_the_order_of_the_next_forward_unless_they_are_eager():
     assert early == list(reversed(UNITS))
 
 
-# Five units of 100 bytes on two ranks, one fetched at a time. Stage 0: five whole flats, and the last gradients as autograd
-# made them. Stage 2: those and their flat beside four owned halves. Stage 3 too, for a unit is released before the flat is
-# opened. On the host: the owned halves leave at once. On disk: states, gradient and new weights of
+# Five units of 100 bytes on two ranks, one fetched at a time. Stage 2: the last gradient flat beside five owned halves.
+# Stage 3: a gathered unit and its gradient flat beside four owned halves, for the release comes before the reduce. On the
+# host: the owned halves leave at once, so a unit and its gradients are all. On disk: states, gradient and new weights of
 # one unit pass through the host.
 @pytest.mark.parametrize(
     ("name", "device", "host"),
     [
-        ("stage0", 600, 0),
-        ("stage2", 400, 0),
+        ("stage0", 500, 0),
+        ("stage2", 350, 0),
         ("stage3", 400, 0),
         ("infinity-host", 200, 250),
         ("infinity-disk-all", 200, 400),
