@@ -6,6 +6,7 @@ python benchmarks/smoke.py [--layers 12 --width 768]
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -30,6 +31,10 @@ def main() -> None:
 
 
 def train(stage: int, options: argparse.Namespace, device: str) -> list[float]:
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
     model = make_model(options.layers, options.width, options.width // 64, 8192).to(device)
     numel = sum(param.numel() for param in model.parameters())
@@ -47,14 +52,12 @@ def train(stage: int, options: argparse.Namespace, device: str) -> list[float]:
         loss = engine(ids)
         engine.backward(loss)
         engine.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     seconds = (time.perf_counter() - start) / (options.steps - 2)
     held = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     report = engine.report()
     print(json.dumps({"stage": stage, "numel": numel, "ms": round(1000 * seconds, 1), "allocated": held, "peak": report["peak"]}))
     engine.destroy()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     return losses
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,7 +160,10 @@ def test_the_kernels_counters_of_an_interface_confirm_the_ledger():
     except (FileNotFoundError, subprocess.CalledProcessError):
         pytest.skip("no network namespace can be made here")
     script = str(Path(__file__).parent / "in_namespace.py")
-    done = subprocess.run([*namespace, sys.executable, script], check=True, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "NAUGHT_DEVICE": "cpu"}  # bytes are bytes
+    done = subprocess.run(
+        [*namespace, sys.executable, script], env=environment, check=True, capture_output=True, text=True, timeout=120
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["stage"] for row in rows] == [0, 1, 2, 3]
     for row in rows:
