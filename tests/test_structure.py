@@ -36,6 +36,7 @@ LAYERS = [
         "config.check",
     ],
     ["config.batch", "config.placing", "config.schema_json", "config.starters", "config"],
+    ["loss_scale", "rates"],
     ["describe", "trace", "modules"],
     ["devices", "comm.ledger", "comm.wires", "comm.group", "comm", "flat"],
     ["weights", "gradients", "rules", "states", "unit"],
