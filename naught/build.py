@@ -18,7 +18,7 @@ from naught.flat import Meter
 from naught.layout import ALIGN_NUMEL
 from naught.moving import Budgets
 from naught.placement import Kind, Place, Placement, Tier
-from naught.rules import AdamW, Rule, Sgd
+from naught.rules import RULES, Rule
 from naught.unit import Segment, Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits
@@ -36,6 +36,7 @@ _HEEDED = (
     "gradient_accumulation_steps",
     "gradient_clipping",
     "optimizer.",
+    "scheduler.",
     "zero_optimization.stage",
     "zero_optimization.overlap_comm",
     "zero_optimization.leaf_module.",
@@ -63,8 +64,6 @@ def refuse_what_is_not_there_yet(config: Config) -> None:
         raise UsageError("the engine keeps all states on the device so far", fix="remove offload_optimizer and offload_param")
     if config.fp16.enabled or config.bf16.enabled or config.torch_autocast.enabled:
         raise UsageError("the engine trains in fp32 so far", fix="remove fp16, bf16 and torch_autocast")
-    if config.scheduler is not None:
-        raise UsageError("the engine takes no scheduler so far", fix="set the learning rate in optimizer.param_groups")
     asked = [note.path for note in check(to_document(config)).notes if note.effect is Effect.HONOURED]
     defaults = {keys.plain_path(entry.path): entry.info.default for entry in keys.entries()}
     unheeded = [path for path in asked if not _is_heeded(path) and _value(config, path) != defaults.get(path)]
@@ -89,13 +88,10 @@ def _value(config: Config, path: str) -> Any:
 
 
 def rule_of(config: Config) -> tuple[Rule, dict[str, Any]]:
-    kinds: dict[str, type[Rule]] = {"AdamW": AdamW, "Adam": AdamW, "SGD": Sgd}
     if config.optimizer is None:
         raise UsageError("the configuration names no optimizer", fix='add "optimizer": {"type": "AdamW", ...}')
     hyper = config.optimizer.params.model_dump()
-    if config.optimizer.type not in kinds or not hyper.get("adam_w_mode", True):
-        raise UsageError(f"the engine has AdamW and SGD so far, not {config.optimizer.type}")
-    return kinds[config.optimizer.type](), hyper
+    return RULES[config.optimizer.type](hyper), hyper
 
 
 def build_units(model: nn.Module, config: Config, group: Group, meter: Meter) -> dict[str, Unit]:

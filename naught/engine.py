@@ -18,6 +18,7 @@ from naught.config import Batch, Config, Source, derive_batch, load
 from naught.devices import device_of, keep_freed_pages
 from naught.flat import Meter
 from naught.passes import Passes
+from naught.rates import RateSchedule
 from naught.rules import Rule
 from naught.schedule import Schedule
 from naught.update import Norm, update
@@ -28,10 +29,11 @@ __all__ = ["Engine", "Optimizer", "initialize"]
 _LOG = logging.getLogger("naught")
 
 
-def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, None, None]:
+def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, None, RateSchedule | None]:
     """Split a model as the configuration says. The process group, if there is one, must exist already.
 
-    Returns the engine, its optimizer, and places for a data loader and a scheduler, which are not there yet.
+    Returns the engine, its optimizer, a place for a data loader, which is not there yet, and the schedule of the learning
+    rate if the configuration names one: the engine steps it.
     """
     loaded = load(config)
     refuse_what_is_not_there_yet(loaded)
@@ -43,7 +45,8 @@ def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, 
     units = build_units(model, loaded, group, watch.meter)
     schedule = Schedule(units, group, budgets_of(loaded, units))
     keep_freed_pages(watch.device)
-    return Engine(model, loaded, batch, schedule, optimizer, watch), optimizer, None, None
+    engine = Engine(model, loaded, batch, schedule, optimizer, watch)
+    return engine, optimizer, None, engine.lr_scheduler
 
 
 class Optimizer:
@@ -72,6 +75,10 @@ class Engine(nn.Module):
         super().__init__()
         self.module, self.config, self.batch, self.optimizer, self.watch = module, config, batch, optimizer, watch
         optimizer.engine = self
+        self.lr_scheduler: RateSchedule | None = None
+        if config.scheduler is not None:
+            numbers = config.scheduler.params.model_dump()
+            self.lr_scheduler = RateSchedule(config.scheduler.type, optimizer.param_groups, numbers)
         self.passes = Passes(module, schedule, watch, self._completes_step)
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self.norm: Norm | None = None  # of the last step; None before the first
@@ -110,6 +117,8 @@ class Engine(nn.Module):
         self.norm = update(units, self.schedule.group, self.optimizer.rule, hyper, limits)
         if self.norm.finite:
             self.global_steps += 1
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
         else:
             self._skip()
         self.watch.after("step")
@@ -122,6 +131,9 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self.micro_steps + 1) % self.batch.accumulation == 0
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         return None if self.norm is None else self.norm.total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from naught.flat import Meter
 from naught.layout import Layout, Slot, Span
-from naught.rules import Part, Rule
+from naught.rules import Part
 
 __all__ = ["States"]
 
@@ -30,10 +30,12 @@ class States:
         self.moments: dict[str, Tensor] = {}
         self.steps = [0] * len(layout.slots)
 
-    def due(self, rule: Rule, weights: Tensor, grads: Tensor, *, used: Sequence[bool], most_numel: int) -> Iterator[Part]:
+    def due(
+        self, initial: Mapping[str, float], weights: Tensor, grads: Tensor, *, used: Sequence[bool], most_numel: int
+    ) -> Iterator[Part]:
         """What an update of the used slots works on, at most so many elements in a part. Counts the update."""
         if not self.moments:
-            self.moments = {name: torch.zeros_like(weights) for name in rule.states}
+            self.moments = {name: torch.full_like(weights, start) for name, start in initial.items()}
             self.meter.change("states", sum(moment.nbytes for moment in self.moments.values()))
         if all(used) and self.steps.count(self.steps[0]) == len(self.steps):  # as mostly
             runs = [_Alike(Span(0, self.owned.numel), self.steps[0] + 1)]

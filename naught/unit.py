@@ -5,7 +5,7 @@ A unit knows what it holds; it does not know when anything should happen. That i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from naught.flat import Meter
 from naught.gradients import Gradients
 from naught.layout import Layout, Span
 from naught.placement import Placement
-from naught.rules import Part, Rule
+from naught.rules import Part
 from naught.states import States
 from naught.steps import UnitBytes
 from naught.weights import Weights
@@ -32,12 +32,12 @@ class Segment:
         self.everywhere = not placement.optim.split  # every rank updates all of it
         self.states = States(layout, Span(0, layout.numel) if self.everywhere else layout.shard(group.rank), meter)
 
-    def due(self, rule: Rule, *, used: Sequence[bool], most_numel: int) -> Iterator[Part]:
+    def due(self, initial: Mapping[str, float], *, used: Sequence[bool], most_numel: int) -> Iterator[Part]:
         """What an update works on, on this rank; nothing if no rank used any of it."""
         total = self.grads.sum()
         if total is not None and any(used):
             target = self.weights.flat.tensor if self.everywhere else self.weights.shard
-            yield from self.states.due(rule, target, total, used=used, most_numel=most_numel)
+            yield from self.states.due(initial, target, total, used=used, most_numel=most_numel)
 
     def close(self) -> None:
         """Give the parameters whole weights of their own and let go of everything."""

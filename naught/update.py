@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from naught.comm import Group
 from naught.errors import UsageError
-from naught.rules import Part, Rule
+from naught.rules import Hyper, Part, Rule
 from naught.unit import Segment, Unit
 from naught.weights import check_husks
 
@@ -44,7 +44,7 @@ class UpdateLimits:
     lazy: bool
 
 
-def update(units: Sequence[Unit], group: Group, rule: Rule, hyper: Mapping[str, Any], limits: UpdateLimits) -> Norm:
+def update(units: Sequence[Unit], group: Group, rule: Rule, hyper: Hyper, limits: UpdateLimits) -> Norm:
     """Clip, apply the rule to what this rank owns, and let go of the gradients.
 
     The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
@@ -133,13 +133,14 @@ def _apply(
     units: Sequence[Unit],
     rule: Rule,
     used: Iterator[bool],
-    hyper: Mapping[str, Any],
+    hyper: Hyper,
     limits: UpdateLimits,
     *,
     coefficient: float,
 ) -> None:
     """Update what this rank owns, a batch of units in each call of the rule; new weights travel beside the next batch."""
     courier = _Courier(limits)
+    initial = rule.states(hyper)
     for batch in _batches(units):
         parts: list[Part] = []
         changed: list[Unit] = []
@@ -147,7 +148,7 @@ def _apply(
             for segment in unit.trained:
                 flags = [next(used) for _ in segment.grads.used]
                 if any(flags) and segment.grads.sum() is not None:
-                    parts += segment.due(rule, used=flags, most_numel=limits.part_numel)
+                    parts += segment.due(initial, used=flags, most_numel=limits.part_numel)
                     changed += [unit] * (unit not in changed[-1:])
         if coefficient != 1.0 and parts:
             torch._foreach_mul_([part.grads for part in parts], coefficient)

@@ -6,8 +6,7 @@ import os
 from itertools import product
 
 import pytest
-import torch
-from menagerie import DEVICE, MODELS
+from menagerie import MODELS
 from training import Outcome, train, train_plainly
 from workers import World
 
@@ -82,24 +81,3 @@ def test_more_ranks_and_micro_batches(worlds, name, size, accumulation, clip):
         return  # a last bit may choose another expert, and then the losses part
     for early, late in zip(runs[0], runs[2], strict=True):
         assert early.losses == pytest.approx(late.losses, rel=1e-4)
-
-
-def test_sgd_is_torchs(worlds):
-    runs = outcomes(worlds[2], "plain", optimizer="SGD")
-    assert all(run == runs[0] for run in runs)
-    assert runs[0][0].weights == worlds[1].run(sgd_plainly)[0]
-
-
-def sgd_plainly() -> str:
-    from menagerie import batch_of
-    from training import digest
-
-    torch.manual_seed(0)
-    model = MODELS["plain"]().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False)
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(batch_of(step, rank)) / 2).backward()
-        optimizer.step()
-    return digest(list(model.parameters()))

@@ -24,8 +24,9 @@ class Outcome(NamedTuple):
     moments: str
 
 
-def config_of(stage: int, *, accumulation: int = 1, clip: float = 0.0, optimizer: str = "AdamW", **zero: Any) -> dict[str, Any]:
-    params = HYPER if optimizer == "AdamW" else {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
+def config_of(
+    stage: int, *, accumulation: int = 1, clip: float = 0.0, optimizer: str = "AdamW", params: Any = HYPER, **zero: Any
+) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
