@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from naught.comm import Group
@@ -15,11 +14,13 @@ from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
 from naught.errors import ModelError, UsageError
 from naught.flat import Meter
+from naught.gradients import GradTypes
 from naught.layout import ALIGN_NUMEL
 from naught.moving import Budgets
 from naught.placement import Kind, Place, Placement, Tier
+from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.rules import RULES, Rule
-from naught.unit import Segment, Unit
+from naught.unit import Segment, Types, Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits
 
@@ -27,7 +28,6 @@ __all__ = ["budgets_of", "build_units", "limits_of", "refuse_what_is_not_there_y
 
 _LOG = logging.getLogger("naught")
 
-_ELEMENT_BYTES = 4  # budgets count elements, and the engine trains fp32 so far
 _NO_LIMIT = 1 << 62
 
 # Keys that this engine heeds, and keys that only tune: the result is the same without them.
@@ -37,6 +37,13 @@ _HEEDED = (
     "gradient_clipping",
     "optimizer.",
     "scheduler.",
+    "fp16.",
+    "bf16.",
+    "torch_autocast.enabled",
+    "torch_autocast.dtype",
+    "data_types.",
+    "communication_data_type",
+    "gradient_allreduce_op",
     "zero_optimization.stage",
     "zero_optimization.overlap_comm",
     "zero_optimization.leaf_module.",
@@ -62,8 +69,6 @@ def refuse_what_is_not_there_yet(config: Config) -> None:
     placement = placement_of(config)
     if any(placement.of(kind).tier is not Tier.DEVICE for kind in Kind):
         raise UsageError("the engine keeps all states on the device so far", fix="remove offload_optimizer and offload_param")
-    if config.fp16.enabled or config.bf16.enabled or config.torch_autocast.enabled:
-        raise UsageError("the engine trains in fp32 so far", fix="remove fp16, bf16 and torch_autocast")
     asked = [note.path for note in check(to_document(config)).notes if note.effect is Effect.HONOURED]
     defaults = {keys.plain_path(entry.path): entry.info.default for entry in keys.entries()}
     unheeded = [path for path in asked if not _is_heeded(path) and _value(config, path) != defaults.get(path)]
@@ -94,21 +99,25 @@ def rule_of(config: Config) -> tuple[Rule, dict[str, Any]]:
     return RULES[config.optimizer.type](hyper), hyper
 
 
-def build_units(model: nn.Module, config: Config, group: Group, meter: Meter) -> dict[str, Unit]:
+def build_units(model: nn.Module, config: Config, precision: Precision, group: Group, meter: Meter) -> dict[str, Unit]:
     """Move the model's parameters into the flats of its units. The root is always one, if only to borrow others."""
     _refuse_model(model)
     params = dict(model.named_parameters())
+    wide = set(kept_in_fp32(model, config))
+    dtypes = {name: param.dtype if param in wide else precision.weights_of(param) for name, param in params.items()}
     leaf = config.zero_optimization.leaf_module
     rules = UnitRules(frozenset(leaf.classes), frozenset(leaf.names), frozenset(leaf.name_suffixes))
-    specs = find_units(describe(model), rules)
+    specs = find_units(describe(model, dtypes), rules)
     placements = _placements(specs, config)
     units = {"": Unit("", [], placement_of(config))}
     for spec in specs:
-        parts = [
-            Segment([params[slot.name] for slot in layout.slots], layout, placements[spec.name], group, meter)
-            for layout in segments(spec, world=group.size).values()
-        ]
-        units[spec.name] = Unit(spec.name, parts, placements[spec.name])
+        placement, parts = placements[spec.name], []
+        for layout in segments(spec, world=group.size).values():
+            weights = dtypes[layout.slots[0].name]
+            types = Types(weights, GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights)))
+            members = [params[slot.name] for slot in layout.slots]
+            parts.append(Segment(members, layout, types, placement, group, meter))
+        units[spec.name] = Unit(spec.name, parts, placement)
     if not any(unit.trained for unit in units.values()):
         raise ModelError("the model has no parameters to train")
     return units
@@ -120,8 +129,8 @@ def _refuse_model(model: nn.Module) -> None:
             raise ModelError(
                 f'parameter "{name}" is on the meta device', fix='fill the model first: model.to_empty(device="cpu")'
             )
-        if param.requires_grad and param.dtype != torch.float32:
-            raise UsageError(f'the engine trains fp32 so far, and "{name}" is {param.dtype}', fix="call model.float() first")
+        if param.requires_grad and param.dtype not in DTYPES.values():
+            raise UsageError(f'"{name}" is {param.dtype}, which is not trained', fix="call model.float() first")
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -147,24 +156,25 @@ def _placements(specs: Sequence[UnitSpec], config: Config) -> dict[str, Placemen
     return found
 
 
-def budgets_of(config: Config, units: Mapping[str, Unit]) -> Budgets:
+def budgets_of(config: Config, units: Mapping[str, Unit], element_bytes: int) -> Budgets:
     """Budgets in elements become bytes, rounded up so that one unit can always be fetched ahead."""
     zero = config.zero_optimization
     largest = max(unit.sizes().weights for unit in units.values())
-    ahead = 0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size * _ELEMENT_BYTES
+    ahead = 0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size * element_bytes
     return Budgets(
         ahead_bytes=largest + max(ahead, largest) if ahead else 0,
-        live_bytes=max(zero.stage3_max_live_parameters * _ELEMENT_BYTES, 2 * largest),
-        reuse_bytes=zero.stage3_max_reuse_distance * _ELEMENT_BYTES,
+        live_bytes=max(zero.stage3_max_live_parameters * element_bytes, 2 * largest),
+        reuse_bytes=zero.stage3_max_reuse_distance * element_bytes,
         overlap_reduce=zero.overlap_comm is not False,
     )
 
 
-def limits_of(config: Config) -> UpdateLimits:
+def limits_of(config: Config, element_bytes: int) -> UpdateLimits:
     zero = config.zero_optimization
     return UpdateLimits(
         clip=config.gradient_clipping,
+        skips=not config.bf16.enabled or config.bf16.check_grad_overflow,
         part_numel=max(ALIGN_NUMEL, (zero.sub_group_size or _NO_LIMIT) // ALIGN_NUMEL * ALIGN_NUMEL),
-        flight_bytes=zero.allgather_bucket_size * _ELEMENT_BYTES,
+        flight_bytes=zero.allgather_bucket_size * element_bytes,
         lazy=config.naught.lazy_weights,
     )

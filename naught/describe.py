@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -11,8 +14,8 @@ from naught.units import Node, Param
 __all__ = ["describe"]
 
 
-def describe(module: nn.Module) -> Node:
-    """A module tree as plain data; a parameter under two names has one key."""
+def describe(module: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> Node:
+    """A module tree as plain data; a parameter under two names has one key. `dtypes` says which types it is to have."""
     keys: dict[int, int] = {}
 
     def visit(inner: nn.Module, name: str) -> Node:
@@ -20,7 +23,7 @@ def describe(module: nn.Module) -> Node:
             Param(
                 f"{name}.{short}".removeprefix("."),
                 _shape(param, f"{name}.{short}".removeprefix(".")),
-                str(param.dtype).removeprefix("torch."),
+                str((dtypes or {}).get(f"{name}.{short}".removeprefix("."), param.dtype)).removeprefix("torch."),
                 param.requires_grad,
                 keys.setdefault(id(param), len(keys)),
             )

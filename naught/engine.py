@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import naught
 from naught.agreement import agree, facts_of
@@ -16,8 +17,10 @@ from naught.build import budgets_of, build_units, limits_of, refuse_what_is_not_
 from naught.comm import Group
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.devices import device_of, keep_freed_pages
+from naught.errors import UsageError
 from naught.flat import Meter
 from naught.passes import Passes
+from naught.precision import DTYPES, loss_scale_of, precision_of
 from naught.rates import RateSchedule
 from naught.rules import Rule
 from naught.schedule import Schedule
@@ -38,15 +41,21 @@ def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, 
     loaded = load(config)
     refuse_what_is_not_there_yet(loaded)
     watch = Watch(device_of(model))
-    group = Group(watch.ledger, watch.device, reduce_numel=loaded.zero_optimization.reduce_bucket_size)
+    averages = loaded.gradient_allreduce_op == "mean"
+    group = Group(watch.ledger, watch.device, reduce_numel=loaded.zero_optimization.reduce_bucket_size, averages=averages)
     agree(group, facts_of(model, loaded, naught.__version__))
     batch = derive_batch(loaded, group.size)
     optimizer = Optimizer(*rule_of(loaded))
-    units = build_units(model, loaded, group, watch.meter)
-    schedule = Schedule(units, group, budgets_of(loaded, units))
+    precision = precision_of(loaded, batch.accumulation)
+    units = build_units(model, loaded, precision, group, watch.meter)
+    schedule = Schedule(units, group, budgets_of(loaded, units, precision.weights.itemsize))
     keep_freed_pages(watch.device)
     engine = Engine(model, loaded, batch, schedule, optimizer, watch)
     return engine, optimizer, None, engine.lr_scheduler
+
+
+def _to_half(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor
 
 
 class Optimizer:
@@ -75,6 +84,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module, self.config, self.batch, self.optimizer, self.watch = module, config, batch, optimizer, watch
         optimizer.engine = self
+        self.precision = precision_of(config, batch.accumulation)
         self.lr_scheduler: RateSchedule | None = None
         if config.scheduler is not None:
             numbers = config.scheduler.params.model_dump()
@@ -83,6 +93,8 @@ class Engine(nn.Module):
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self.norm: Norm | None = None  # of the last step; None before the first
         self.synced = True  # False inside no_sync
+        self.loss_scale = loss_scale_of(config)
+        self.scaled = False  # a loss of this step was multiplied by the scale
 
     @property
     def schedule(self) -> Schedule:
@@ -93,14 +105,23 @@ class Engine(nn.Module):
         return self.watch.meter
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._all_or_nothing():
+        cast = self.config.torch_autocast
+        if self.config.fp16.auto_cast:
+            args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
+        with self._all_or_nothing(), torch.autocast(self.watch.device.type, DTYPES[cast.dtype], enabled=cast.enabled):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients of a micro-batch; the loss is divided by the number of micro-batches in a step."""
+        """Compute gradients of a micro-batch. The loss is divided by the number of micro-batches in a step, and multiplied
+        by the scale of the loss."""
         with self._all_or_nothing():
-            torch.autograd.backward(loss / self.batch.accumulation)
+            torch.autograd.backward(self.scale(loss / self.batch.accumulation))
         self.passes.close()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as its own `backward()` needs it under fp16: `engine.scale(loss).backward()`."""
+        self.scaled = True
+        return loss if self.loss_scale.value == 1.0 else loss.float() * self.loss_scale.value
 
     def step(self) -> None:
         """Update the weights if this micro-batch completes a step."""
@@ -111,23 +132,40 @@ class Engine(nn.Module):
             self._update()
 
     def _update(self) -> None:
+        if self.loss_scale.value != 1.0 and not self.scaled:
+            raise UsageError(
+                "the loss was not scaled before its backward", fix="call engine.backward(loss) or engine.scale(loss).backward()"
+            )
+        self.scaled = False
         self.watch.enter("step")
         units = list(self.schedule.units.values())
-        hyper, limits = self.optimizer.param_groups[0], limits_of(self.config)
-        self.norm = update(units, self.schedule.group, self.optimizer.rule, hyper, limits)
-        if self.norm.finite:
+        hyper, limits = self.optimizer.param_groups[0], limits_of(self.config, self.precision.weights.itemsize)
+        scale = self.loss_scale.value
+        self.norm = update(units, self.schedule.group, self.optimizer.rule, hyper, limits, scale=scale)
+        helps = self.loss_scale.update(overflow=not self.norm.finite)
+        if self.norm.finite or not limits.skips:
             self.global_steps += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
-            self._skip()
+            self._skip(scale, self.norm.culprit, helps)
         self.watch.after("step")
 
-    def _skip(self) -> None:
+    def _skip(self, scale: float, culprit: str | None, helps: bool) -> None:
         """A parameter that the plan does not know to be used reads as NaN: the next pass is recorded anew to find it."""
         self.skipped_steps += 1
         self.schedule.forget_plans()
-        _LOG.warning("step %d was skipped on all ranks: its gradient norm is not finite", self.global_steps + 1)
+        story = f"step {self.global_steps + 1} was skipped on all ranks: its gradient norm is not finite"
+        if culprit is not None:
+            story += f'; rank {self.schedule.group.rank} has such a gradient of "{culprit}"'
+        if scale != self.loss_scale.value:
+            story += f"; the scale of the loss falls from {scale:g} to {self.loss_scale.value:g}"
+        elif not helps and self.config.fp16.enabled:
+            story += (
+                f"; the scale of the loss cannot fall below {scale:g}. Lower the learning rate, look at that parameter, or "
+                "train in bf16, which needs no scale"
+            )
+        _LOG.warning(story)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self.micro_steps + 1) % self.batch.accumulation == 0

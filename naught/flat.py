@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from naught.errors import UsageError
 from naught.layout import Layout
@@ -30,8 +29,8 @@ class Meter:
 class Flat:
     """A buffer with the slots and slices of a layout. While freed, its tensors keep their shapes and must not be read."""
 
-    def __init__(self, layout: Layout, like: Tensor, *, category: str, meter: Meter) -> None:
-        self.tensor = torch.empty(layout.numel, dtype=like.dtype, device=like.device)
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, *, category: str, meter: Meter) -> None:
+        self.tensor = torch.empty(layout.numel, dtype=dtype, device=device)
         self.slots = [self.tensor[slot.span.start : slot.span.stop].view(slot.shape) for slot in layout.slots]
         self.slices = [self.tensor[slice(*layout.shard(rank))] for rank in range(layout.world)]
         self.gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +14,26 @@ from naught.holding import Buffer
 from naught.layout import Layout
 from naught.placement import Placement
 
-__all__ = ["Gradients"]
+__all__ = ["GradTypes", "Gradients"]
+
+
+class GradTypes(NamedTuple):
+    """The types of a flat of gradients, and of a sum that has left it."""
+
+    flat: torch.dtype
+    sums: torch.dtype
 
 
 class Gradients:
     """The gradients of a segment on one rank: those being collected, and the sum that waits for the update."""
 
-    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, placement: Placement, group: Group, meter: Meter) -> None:
-        self.params, self.placement, self.group, self.meter = list(params), placement, group, meter
+    def __init__(
+        self, params: Sequence[nn.Parameter], layout: Layout, types: GradTypes, placement: Placement, group: Group, meter: Meter
+    ) -> None:
+        self.params, self.types, self.placement, self.group, self.meter = list(params), types, placement, group, meter
         category = Buffer.GRAD_FLATS if placement.grad.split else Buffer.WHOLE_GRADS
-        self.flat = Flat(layout, self.params[0].data, category=category, meter=meter)
-        self.scratch_numel = group.wire.scratch_numel(layout.shard_numel)
+        self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=meter)
+        self.scratch_bytes = group.scratch_bytes(layout.shard_numel, types.flat)
         self.filled = [False] * len(self.params)
         self.used = [False] * len(self.params)  # on this rank, since the last update
         self.unsent = False  # the flat holds this rank's own gradients
@@ -39,6 +49,11 @@ class Gradients:
     def kept(self) -> Tensor:
         """The part of a sum that this rank keeps: its own slice, or all of it where the optimizer is whole."""
         return self.mine if self.placement.optim.split else self.flat.tensor
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of a sum that has left the flat, on this rank."""
+        return self.kept.numel() * self.types.sums.itemsize
 
     def is_made(self) -> bool:
         """Whether autograd has made gradients that are not collected yet."""
@@ -94,21 +109,17 @@ class Gradients:
         for view, filled in zip(self.flat.slots, self.filled, strict=True):
             if not filled:
                 view.zero_()
-        flat = self.flat.tensor
-        scratch = torch.empty(self.scratch_numel, dtype=flat.dtype, device=flat.device)
-        self.meter.change(Buffer.SCRATCH, scratch.nbytes)
+        self.meter.change(Buffer.SCRATCH, self.scratch_bytes)
         self.unsent = False
-        self.under_way = self.group.reduce(flat, self.flat.slices, scratch, unit)
+        self.under_way = self.group.reduce(self.flat.tensor, self.flat.slices, unit)
 
     def settle(self, unit: str) -> None:
-        """Wait for the sum, take the mean, and keep this rank's part."""
+        """Wait for the mean over the ranks, and keep this rank's part."""
         if self.under_way is None:
             return
         self.under_way.wait()
         self.under_way = None
-        self.meter.change(Buffer.SCRATCH, -self.scratch_numel * self.mine.element_size())
-        if self.group.size > 1:
-            self.mine.div_(self.group.size)
+        self.meter.change(Buffer.SCRATCH, -self.scratch_bytes)
         if not self.placement.optim.split:
             self.group.gather(self.flat.tensor, self.flat.slices, unit).wait()
         self.summed = True
@@ -117,7 +128,7 @@ class Gradients:
 
     def _set_aside(self) -> None:
         if self.owned is None:
-            self.owned = self.kept.clone()
+            self.owned = self.kept.to(self.types.sums, copy=True)
             self.meter.change(Buffer.OWNED_GRADS, self.owned.nbytes)
         else:
             self.owned.add_(self.kept)
@@ -128,11 +139,10 @@ class Gradients:
         """This rank's part of the summed gradient; None if nothing was reduced."""
         if not self.summed:
             return self.owned
-        part = self.kept
-        if self.owned is not None:
-            part.add_(self.owned)
-            self._let_go()
-        return part
+        if self.owned is None:
+            return self.kept
+        self._set_aside()
+        return self.owned
 
     def drop(self) -> None:
         """Let go of this step's gradients."""

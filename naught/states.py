@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from naught.comm import Group
 from naught.flat import Meter
 from naught.layout import Layout, Slot, Span
 from naught.rules import Part
@@ -28,24 +29,35 @@ class States:
     def __init__(self, layout: Layout, owned: Span, meter: Meter) -> None:
         self.layout, self.owned, self.meter = layout, owned, meter
         self.moments: dict[str, Tensor] = {}
+        self.masters: Tensor | None = None  # None: the weights themselves have 32 bits
         self.steps = [0] * len(layout.slots)
+
+    def keep_masters(self, weights: Sequence[Tensor], group: Group) -> None:
+        """Keep 32-bit masters of this rank's part, from weights that no rounding has touched yet, as rank 0 has them."""
+        whole = torch.zeros(self.layout.numel, dtype=torch.float32, device=weights[0].device)
+        for slot, weight in zip(self.layout.slots, weights, strict=True):
+            whole[slot.span.start : slot.span.stop].copy_(weight.reshape(-1))
+        group.spread(whole, self.layout.slots[0].name)
+        self.masters = whole[self.owned.start : self.owned.stop].clone()
+        self.meter.change("masters", self.masters.nbytes)
 
     def due(
         self, initial: Mapping[str, float], weights: Tensor, grads: Tensor, *, used: Sequence[bool], most_numel: int
     ) -> Iterator[Part]:
         """What an update of the used slots works on, at most so many elements in a part. Counts the update."""
         if not self.moments:
-            self.moments = {name: torch.full_like(weights, start) for name, start in initial.items()}
+            self.moments = {name: torch.full_like(weights, start, dtype=torch.float32) for name, start in initial.items()}
             self.meter.change("states", sum(moment.nbytes for moment in self.moments.values()))
         if all(used) and self.steps.count(self.steps[0]) == len(self.steps):  # as mostly
             runs = [_Alike(Span(0, self.owned.numel), self.steps[0] + 1)]
         else:
             runs = self._alike(used)
+        target = weights if self.masters is None else self.masters
         for span, step in runs:
             for start in range(span.start, span.stop, most_numel):
                 stop = min(start + most_numel, span.stop)
                 moments = {name: moment[start:stop] for name, moment in self.moments.items()}
-                yield Part(weights[start:stop], grads[start:stop], moments, step)
+                yield Part(target[start:stop], grads[start:stop], moments, step)
         self.steps = [step + was_used for step, was_used in zip(self.steps, used, strict=True)]
 
     def _alike(self, used: Sequence[bool]) -> list[_Alike]:

@@ -6,12 +6,14 @@ A unit knows what it holds; it does not know when anything should happen. That i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from naught.comm import Group, Pending
 from naught.flat import Meter
-from naught.gradients import Gradients
+from naught.gradients import Gradients, GradTypes
 from naught.layout import Layout, Span
 from naught.placement import Placement
 from naught.rules import Part
@@ -19,31 +21,53 @@ from naught.states import States
 from naught.steps import UnitBytes
 from naught.weights import Weights
 
-__all__ = ["Segment", "Unit"]
+__all__ = ["Segment", "Types", "Unit"]
+
+
+class Types(NamedTuple):
+    """The types of a segment's weights and gradients."""
+
+    weights: torch.dtype
+    grads: GradTypes
 
 
 class Segment:
     """One flat's worth of parameters that share dtype and trainability: their weights, gradients and states."""
 
-    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, placement: Placement, group: Group, meter: Meter) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], layout: Layout, types: Types, placement: Placement, group: Group, meter: Meter
+    ) -> None:
         self.layout, self.trained = layout, params[0].requires_grad
-        self.weights = Weights(params, layout, group, meter, split=placement.param.split)
-        self.grads = Gradients(params, layout, placement, group, meter)
         self.everywhere = not placement.optim.split  # every rank updates all of it
-        self.states = States(layout, Span(0, layout.numel) if self.everywhere else layout.shard(group.rank), meter)
+        owned = Span(0, layout.numel) if self.everywhere else layout.shard(group.rank)
+        self.states = States(layout, owned, meter)
+        if self.trained and types.weights != torch.float32:
+            self.states.keep_masters([param.data for param in params], group)
+        self.weights = Weights(params, layout, types.weights, group, meter, split=placement.param.split)
+        self.grads = Gradients(params, layout, types.grads, placement, group, meter)
+
+    @property
+    def target(self) -> Tensor:
+        """The weights that this rank updates."""
+        return self.weights.flat.tensor if self.everywhere else self.weights.shard
 
     def due(self, initial: Mapping[str, float], *, used: Sequence[bool], most_numel: int) -> Iterator[Part]:
         """What an update works on, on this rank; nothing if no rank used any of it."""
         total = self.grads.sum()
         if total is not None and any(used):
-            target = self.weights.flat.tensor if self.everywhere else self.weights.shard
-            yield from self.states.due(initial, target, total, used=used, most_numel=most_numel)
+            yield from self.states.due(initial, self.target, total, used=used, most_numel=most_numel)
+
+    def written(self) -> None:
+        """The rule has been applied: what modules compute with follows the masters."""
+        if self.states.masters is not None:
+            self.target.copy_(self.states.masters)
 
     def close(self) -> None:
         """Give the parameters whole weights of their own and let go of everything."""
         self.weights.hand_over()
         self.grads.drop()
         self.states.moments.clear()
+        self.states.masters = None
 
 
 class Unit:
@@ -65,9 +89,9 @@ class Unit:
             weights=weights,
             weight_shard=sum(segment.weights.shard.nbytes for segment in self.segments),
             grads=grads,
-            grad_shard=sum(segment.grads.mine.nbytes for segment in self.trained),
+            grad_shard=sum(segment.grads.owned_bytes for segment in self.trained),
             state_shard=0,  # states rest on the device, where no plan moves them
-            reduce_scratch=sum(segment.grads.scratch_numel * segment.grads.mine.element_size() for segment in self.trained),
+            reduce_scratch=sum(segment.grads.scratch_bytes for segment in self.trained),
             trained=bool(self.trained),
         )
 

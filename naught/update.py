@@ -24,9 +24,10 @@ _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their
 
 
 class Norm(NamedTuple):
-    """The norm of all gradients together. If it is not finite, nothing was changed on any rank."""
+    """The norm of all gradients together, and if it is not finite, a parameter whose part on this rank is to blame."""
 
     total: float
+    culprit: str | None = None
 
     @property
     def finite(self) -> bool:
@@ -35,17 +36,19 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateLimits:
-    """How an update goes about it; the result is the same. `part_numel` elements are updated at a time, and new weights
+    """How an update goes about it. `part_numel` elements are updated at a time, and new weights
     of `flight_bytes` are under way at a time. Lazy ones are gathered where they are used next."""
 
     clip: float
+    skips: bool  # a step whose norm is not finite
     part_numel: int
     flight_bytes: int
     lazy: bool
 
 
-def update(units: Sequence[Unit], group: Group, rule: Rule, hyper: Hyper, limits: UpdateLimits) -> Norm:
-    """Clip, apply the rule to what this rank owns, and let go of the gradients.
+def update(units: Sequence[Unit], group: Group, rule: Rule, hyper: Hyper, limits: UpdateLimits, *, scale: float) -> Norm:
+    """Undo the scale of the loss, clip, apply the rule to what this rank owns, and let go of the gradients. If the norm is
+    not finite, nothing changes on any rank.
 
     The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
     no rank used stays as it is.
@@ -53,12 +56,14 @@ def update(units: Sequence[Unit], group: Group, rule: Rule, hyper: Hyper, limits
     trained = [segment for unit in units for segment in unit.trained]
     amiss = _amiss(units)
     used = [flag for segment in trained for flag in segment.grads.used]
-    rows = group.exchange(torch.tensor([amiss is not None, _square_sum(trained), *used], dtype=torch.float64))
+    rows = group.exchange(torch.tensor([amiss is not None, _square_sum(trained, group.rank), *used], dtype=torch.float64))
     _raise_together(amiss, rows[:, 0].tolist())
-    norm = _norm(rows[:, 1].tolist())
-    if norm.finite:
+    norm = Norm(_root(rows[:, 1].tolist()) / scale)
+    if norm.finite or not limits.skips:
         anywhere = iter((rows[:, 2:].amax(0) > 0).tolist())
-        _apply(units, rule, anywhere, hyper, limits, coefficient=_coefficient(norm.total, limits.clip))
+        _apply(units, rule, anywhere, hyper, limits, coefficient=_coefficient(norm.total, limits.clip) / scale)
+    else:
+        norm = norm._replace(culprit=_culprit(trained))
     for segment in trained:
         segment.grads.drop()
     return norm
@@ -96,13 +101,13 @@ def _raise_together(amiss: UsageError | None, everywhere: list[float]) -> None:
         raise UsageError(f"parameters were tampered with on rank {ranks[0]}", fix="see the error of that rank")
 
 
-def _square_sum(trained: Sequence[Segment]) -> float:
+def _square_sum(trained: Sequence[Segment], rank: int) -> float:
     """The sum of squares of this rank's slices, in double precision and in fixed blocks: the same at every stage."""
     blocks: list[Tensor] = []
     for segment in trained:
         total = segment.grads.sum()
         if total is not None:
-            mine = segment.grads.mine if segment.everywhere else total
+            mine = total[slice(*segment.layout.shard(rank))] if segment.everywhere else total
             blocks += torch.split(mine, _BLOCK_NUMEL) if mine.numel() > _BLOCK_NUMEL else [mine]
     if not blocks:
         return 0.0
@@ -110,10 +115,24 @@ def _square_sum(trained: Sequence[Segment]) -> float:
     return _in_order((norms * norms).tolist())
 
 
-def _norm(squares: list[float]) -> Norm:
+def _culprit(trained: Sequence[Segment]) -> str | None:
+    """A parameter whose gradient, as far as this rank owns it, is not finite."""
+    for segment in trained:
+        total = segment.grads.sum()
+        if total is None or bool(total.isfinite().all()):
+            continue
+        start = segment.states.owned.start
+        for slot in segment.layout.slots:
+            part = total[max(0, slot.span.start - start) : max(0, slot.span.stop - start)]
+            if not bool(part.isfinite().all()):
+                return slot.name
+    return None
+
+
+def _root(squares: list[float]) -> float:
     """Ranks added in their order."""
     total = _in_order(squares)
-    return Norm(math.sqrt(total) if math.isfinite(total) else math.nan)
+    return math.sqrt(total) if math.isfinite(total) else math.nan
 
 
 def _in_order(numbers: list[float]) -> float:
@@ -150,9 +169,12 @@ def _apply(
                 if any(flags) and segment.grads.sum() is not None:
                     parts += segment.due(initial, used=flags, most_numel=limits.part_numel)
                     changed += [unit] * (unit not in changed[-1:])
+        parts = [part._replace(grads=part.grads.float()) for part in parts]  # as they are, if they have 32 bits
         if coefficient != 1.0 and parts:
             torch._foreach_mul_([part.grads for part in parts], coefficient)
         rule.update(parts, hyper)
+        for segment in (segment for unit in changed for segment in unit.trained):
+            segment.written()
         # Writing a flat does not bump the version counters by which autograd notices a change behind its back.
         torch.autograd.graph.increment_version(
             [param for unit in changed for segment in unit.trained for param in segment.weights.params]

@@ -23,11 +23,13 @@ class Weights:
     that they all point to. Only split weights give their memory back meanwhile.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, group: Group, meter: Meter, *, split: bool) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], layout: Layout, dtype: torch.dtype, group: Group, meter: Meter, *, split: bool
+    ) -> None:
         self.params, self.layout, self.group, self.split = list(params), layout, group, split
-        like = self.params[0].data
-        self.flat = Flat(layout, like, category=Buffer.GATHERED if split else "weights", meter=meter)
-        self.marks = torch.full((len(self.params),), _blank(like), dtype=like.dtype, device=like.device)
+        device = self.params[0].device
+        self.flat = Flat(layout, dtype, device, category=Buffer.GATHERED if split else "weights", meter=meter)
+        self.marks = torch.full((len(self.params),), _blank(dtype), dtype=dtype, device=device)
         self.husks = [mark.expand(slot.shape) for mark, slot in zip(self.marks, layout.slots, strict=True)]
         self.shard = self.flat.slices[group.rank]
         self.bound = False  # the parameters are views of the flat
@@ -113,7 +115,7 @@ def check_husks(everything: Iterable[Weights]) -> None:
         written = _written(weights.marks)
         if bool(written.any()):
             name = weights.layout.slots[int(written.nonzero()[0])].name
-            weights.marks.fill_(_blank(weights.marks))
+            weights.marks.fill_(_blank(weights.marks.dtype))
             raise UsageError(
                 f'parameter "{name}" was written to while it was released',
                 fix="write inside engine.gathered(), or before the engine is made",
@@ -124,6 +126,6 @@ def _written(marks: Tensor) -> Tensor:
     return ~marks.isnan() if marks.is_floating_point() else marks != 0
 
 
-def _blank(like: Tensor) -> float:
+def _blank(dtype: torch.dtype) -> float:
     """What a husk reads as."""
-    return float("nan") if like.is_floating_point() else 0.0
+    return float("nan") if dtype.is_floating_point else 0.0

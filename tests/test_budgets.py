@@ -88,11 +88,10 @@ def over_a_wire(kind: str, piece: int) -> tuple[list[float], list[float]]:
     import torch.distributed as dist
 
     rank, size, shard = dist.get_rank(), dist.get_world_size(), 192
-    wire = Collectives(rank) if kind == "collectives" else Peers(rank, size, piece * size, 64)
+    wire = Collectives(rank, size) if kind == "collectives" else Peers(rank, size, piece * size, 64)
     flat = torch.arange(size * shard, dtype=torch.float32) * (rank + 1)
     slices = list(flat.split(shard))
-    scratch = torch.empty(wire.scratch_numel(shard))
-    wire.reduce(flat, slices, scratch).wait()
+    wire.reduce(flat, slices, 1).wait()
     reduced = slices[rank].tolist()
     wire.gather(flat, slices).wait()
     return reduced, flat.tolist()
@@ -112,8 +111,8 @@ def over_nccl(folder: str) -> list[float]:
     dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
     try:
         flat = torch.arange(192, dtype=torch.float32, device="cuda")
-        wire = Collectives(0)
-        wire.reduce(flat, [flat], flat[:0]).wait()
+        wire = Collectives(0, 1)
+        wire.reduce(flat, [flat], 1).wait()
         wire.gather(flat, [flat]).wait()
         return flat.tolist()
     finally:

@@ -344,5 +344,5 @@ def test_models_that_cannot_be_trained_are_refused_at_the_start(model, words):
 
 
 def test_types_that_the_engine_does_not_train_are_refused():
-    with pytest.raises(UsageError, match=r'"weight" is torch\.float64'):
+    with pytest.raises(UsageError, match=r'"weight" is torch\.float64, which is not trained'):
         initialize(model=nn.Linear(4, 4).double(), config=config_of(0))

@@ -38,6 +38,7 @@ LAYERS = [
     ["config.batch", "config.placing", "config.schema_json", "config.starters", "config"],
     ["loss_scale", "rates"],
     ["describe", "trace", "modules"],
+    ["precision"],
     ["devices", "comm.ledger", "comm.wires", "comm.group", "comm", "flat"],
     ["weights", "gradients", "rules", "states", "unit"],
     ["program", "schedule", "hooks", "scout", "agreement", "update", "build", "watch", "passes"],

@@ -25,7 +25,14 @@ class Outcome(NamedTuple):
 
 
 def config_of(
-    stage: int, *, accumulation: int = 1, clip: float = 0.0, optimizer: str = "AdamW", params: Any = HYPER, **zero: Any
+    stage: int,
+    *,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    optimizer: str = "AdamW",
+    params: Any = HYPER,
+    more: Any = None,
+    **zero: Any,
 ) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -33,6 +40,7 @@ def config_of(
         "gradient_clipping": clip,
         "optimizer": {"type": optimizer, "params": params},
         "zero_optimization": {"stage": stage, **zero},
+        **(more or {}),
     }
 
 
@@ -85,8 +93,8 @@ def digest_of_moments(engine: Engine) -> str:
     found: list[Tensor] = []
     for unit in engine.schedule.units.values():
         for segment in unit.segments:
-            for name in sorted(segment.states.moments):
-                state = segment.states.moments[name]
+            masters = {} if segment.states.masters is None else {"masters": segment.states.masters}
+            for _, state in sorted((segment.states.moments | masters).items()):
                 whole = state if not unit.placement.optim.split else engine.schedule.group.exchange(state).flatten()
                 found += [whole[slot.span.start : slot.span.stop] for slot in segment.layout.slots]
     return digest(found)

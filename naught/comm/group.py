@@ -31,8 +31,10 @@ class Group:
     """Gathers flats, reduces them to their owners, and exchanges numbers. `reduce_numel` is the most that one reduce
     carries where it needs memory of its own."""
 
-    def __init__(self, ledger: Ledger, device: torch.device, *, reduce_numel: int, patience_s: float = 30.0) -> None:
-        self.ledger, self.patience_s = ledger, patience_s
+    def __init__(
+        self, ledger: Ledger, device: torch.device, *, reduce_numel: int, averages: bool = True, patience_s: float = 30.0
+    ) -> None:
+        self.ledger, self.averages, self.patience_s = ledger, averages, patience_s
         self.number = next(_NUMBERS)
         self.meetings = 0
         together = dist.is_available() and dist.is_initialized()
@@ -48,10 +50,14 @@ class Group:
         self.ledger.add("all-gather", unit, (self.size - 1) * slices[self.rank].nbytes)
         return self.wire.gather(flat, slices)
 
-    def reduce(self, flat: Tensor, slices: Sequence[Tensor], scratch: Tensor, unit: str) -> Pending:
-        """Sum all ranks' flats; after the wait this rank's slice of its flat holds its slice of the sum."""
+    def reduce(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
+        """Take the mean of all ranks' flats (or their sum); after the wait this rank's slice holds its slice of it."""
         self.ledger.add("reduce-scatter", unit, (self.size - 1) * slices[self.rank].nbytes)
-        return self.wire.reduce(flat, slices, scratch)
+        return self.wire.reduce(flat, slices, self.size if self.averages else 1)
+
+    def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        """What a reduce needs beside its flat."""
+        return self.wire.scratch_bytes(shard_numel, dtype)
 
     def spread(self, flat: Tensor, unit: str) -> None:
         """Give every rank what rank 0 has."""
@@ -114,4 +120,4 @@ def _wire(rank: int, size: int, device: torch.device, backend: str | None, reduc
             f"the model is on {device} and the process group cannot carry that: it has {dist.get_backend_config()}",
             fix='move the model first: model.to("cuda"), or start the process group with another backend',
         )
-    return Collectives(rank)
+    return Collectives(rank, size)

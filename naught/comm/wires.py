@@ -37,87 +37,98 @@ _NOTHING = Pending()
 
 
 class Wire(Protocol):
-    def scratch_numel(self, shard_numel: int) -> int:
-        """Elements that a reduce needs beside the flat."""
+    def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        """Bytes that a reduce needs beside the flat."""
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor]) -> Pending:
         """Fill a flat in which every rank has put its own slice."""
 
-    def reduce(self, flat: Tensor, slices: Sequence[Tensor], scratch: Tensor) -> Pending:
-        """Sum all ranks' flats; after the wait this rank's slice holds its slice of the sum."""
+    def reduce(self, flat: Tensor, slices: Sequence[Tensor], divisor: float) -> Pending:
+        """Sum all ranks' flats and divide; after the wait this rank's slice holds its slice of the result."""
 
 
 class Alone:
     """One rank: everything is there already."""
 
-    def scratch_numel(self, shard_numel: int) -> int:
-        del shard_numel
+    def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        del shard_numel, dtype
         return 0
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor]) -> Pending:
         del flat, slices
         return _NOTHING
 
-    def reduce(self, flat: Tensor, slices: Sequence[Tensor], scratch: Tensor) -> Pending:
-        del flat, slices, scratch
+    def reduce(self, flat: Tensor, slices: Sequence[Tensor], divisor: float) -> Pending:
+        del slices
+        if divisor != 1:
+            flat.div_(divisor)
         return _NOTHING
 
 
 class Collectives:
-    """The backend's own collectives, in place: a flat is both what goes in and what comes out. The order in which it adds
-    is the backend's, and the same at every stage."""
+    """The backend's own collectives. A flat is gathered in place, and 32-bit gradients are reduced in place, in the
+    backend's own order, which is the same at every stage. Narrower ones are exchanged and added in 32 bits, rounded once."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
 
-    def scratch_numel(self, shard_numel: int) -> int:
-        del shard_numel
-        return 0
+    def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        return 0 if dtype.itemsize >= _WIDE else shard_numel * (self.size * dtype.itemsize + _WIDE)
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor]) -> Pending:
         return Pending([dist.all_gather_into_tensor(flat, slices[self.rank], async_op=True)])
 
-    def reduce(self, flat: Tensor, slices: Sequence[Tensor], scratch: Tensor) -> Pending:
-        del scratch
-        return Pending([dist.reduce_scatter_tensor(slices[self.rank], flat, async_op=True)])
+    def reduce(self, flat: Tensor, slices: Sequence[Tensor], divisor: float) -> Pending:
+        mine = slices[self.rank]
+        if flat.dtype.itemsize >= _WIDE:
+            return Pending([dist.reduce_scatter_tensor(mine, flat, async_op=True)], lambda: _divide(mine, divisor))
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, async_op=True)
+        parts = list(torch.split(received, mine.numel())) if mine.numel() else [mine] * self.size
+        return Pending([work], lambda: _add_widely(parts, mine, divisor))
 
 
 class Peers:
     """Slices sent straight from rank to rank, for gloo, whose own collectives copy and whose sums have no fixed order.
 
-    Sums are taken in the order of the ranks. The scratch takes the other ranks' slices, and `most_numel` bounds what one
-    reduce carries, so what it needs has a constant size: a larger flat is reduced in pieces, one behind the other.
+    Sums are taken in the order of the ranks, those of narrow types in 32 bits. `most_numel` bounds what one reduce
+    carries, so what it needs has a constant size: a larger flat is reduced in pieces, one behind the other.
     """
 
     def __init__(self, rank: int, size: int, most_numel: int, align: int) -> None:
         self.rank, self.peers = rank, [peer for peer in range(size) if peer != rank]
         self.piece_numel = max(align, most_numel // size // align * align)
 
-    def scratch_numel(self, shard_numel: int) -> int:
-        return len(self.peers) * min(shard_numel, self.piece_numel)
+    def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        wide = 0 if dtype.itemsize >= _WIDE else _WIDE
+        return min(shard_numel, self.piece_numel) * (len(self.peers) * dtype.itemsize + wide)
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor]) -> Pending:
         del flat
         mine = slices[self.rank]
         return self._swap([mine] * len(slices), {peer: slices[peer] for peer in self.peers})
 
-    def reduce(self, flat: Tensor, slices: Sequence[Tensor], scratch: Tensor) -> Pending:
-        del flat
-        return self._reduce_from(0, slices, scratch)
+    def reduce(self, flat: Tensor, slices: Sequence[Tensor], divisor: float) -> Pending:
+        room = min(slices[self.rank].numel(), self.piece_numel)
+        scratch = torch.empty(len(self.peers), room, dtype=flat.dtype, device=flat.device)
+        return self._reduce_from(0, slices, scratch, divisor)
 
-    def _reduce_from(self, start: int, slices: Sequence[Tensor], scratch: Tensor) -> Pending:
+    def _reduce_from(self, start: int, slices: Sequence[Tensor], scratch: Tensor, divisor: float) -> Pending:
         """Set out with one piece of every slice; the others follow when it is waited for."""
         pieces = [piece[start : start + self.piece_numel] for piece in slices]
         mine = pieces[self.rank]
-        room = torch.split(scratch, mine.numel()) if mine.numel() else [scratch] * len(self.peers)
-        received = dict(zip(self.peers, room, strict=False))
+        received = {peer: room[: mine.numel()] for peer, room in zip(self.peers, scratch, strict=True)}
         swap = self._swap(pieces, received)
 
         def arrive() -> None:
             swap.wait()
-            _add_in_order(mine, received, self.rank)
+            parts = [mine if rank == self.rank else received[rank] for rank in range(len(slices))]
+            if mine.dtype.itemsize >= _WIDE:
+                _add_in_order(parts, mine, divisor)
+            else:
+                _add_widely(parts, mine, divisor)
             if start + self.piece_numel < slices[self.rank].numel():
-                self._reduce_from(start + self.piece_numel, slices, scratch).wait()
+                self._reduce_from(start + self.piece_numel, slices, scratch, divisor).wait()
 
         return Pending(then=arrive)
 
@@ -137,13 +148,31 @@ class Peers:
         return Pending(works, unstage)
 
 
-def _add_in_order(mine: Tensor, received: dict[int, Tensor], rank: int) -> None:
-    """Add as if from rank 0 on: those before this one first among themselves. Addition commutes, so the bits are those of
-    a sum in order, whoever takes it."""
-    before: Tensor | None = None
-    for peer in sorted(peer for peer in received if peer < rank):
-        before = received[peer] if before is None else before.add_(received[peer])
-    if before is not None:
-        mine.add_(before)
-    for peer in sorted(peer for peer in received if peer > rank):
-        mine.add_(received[peer])
+_WIDE = torch.float32.itemsize
+
+
+def _add_in_order(parts: Sequence[Tensor], mine: Tensor, divisor: float) -> None:
+    """Add as if from rank 0 on: those before this one first among themselves, in place. Addition commutes, so the bits are
+    those of a sum in order, whoever takes it."""
+    at = next(index for index, part in enumerate(parts) if part is mine)
+    for part in parts[1:at]:
+        parts[0].add_(part)
+    if at:
+        mine.add_(parts[0])
+    for part in parts[at + 1 :]:
+        mine.add_(part)
+    _divide(mine, divisor)
+
+
+def _add_widely(parts: Sequence[Tensor], mine: Tensor, divisor: float) -> None:
+    """Add narrow numbers in 32 bits, in the order of the ranks, and round once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total.add_(part)
+    _divide(total, divisor)
+    mine.copy_(total)
+
+
+def _divide(total: Tensor, divisor: float) -> None:
+    if divisor != 1:
+        total.div_(divisor)
