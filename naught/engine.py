@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from naught.build import budgets_of, build_units, limits_of, refuse_what_is_not_
 from naught.comm import Group
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.devices import device_of, keep_freed_pages
-from naught.errors import UsageError
+from naught.errors import ScheduleError, UsageError
 from naught.flat import Meter
-from naught.passes import Passes
+from naught.hooks import recomputing
+from naught.passes import Passes, refuse_claimed
 from naught.precision import DTYPES, loss_scale_of, precision_of
 from naught.rates import RateSchedule
 from naught.rules import Rule
@@ -40,6 +41,7 @@ def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, 
     """
     loaded = load(config)
     refuse_what_is_not_there_yet(loaded)
+    refuse_claimed(model)
     watch = Watch(device_of(model))
     averages = loaded.gradient_allreduce_op == "mean"
     group = Group(watch.ledger, watch.device, reduce_numel=loaded.zero_optimization.reduce_bucket_size, averages=averages)
@@ -71,8 +73,8 @@ class Optimizer:
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: a step lets go of its gradients."""
-        del set_to_none
+        assert self.engine is not None
+        self.engine.zero_grad(set_to_none)
 
 
 class Engine(nn.Module):
@@ -89,7 +91,8 @@ class Engine(nn.Module):
         if config.scheduler is not None:
             numbers = config.scheduler.params.model_dump()
             self.lr_scheduler = RateSchedule(config.scheduler.type, optimizer.param_groups, numbers)
-        self.passes = Passes(module, schedule, watch, self._completes_step)
+        self.passes = Passes(module, schedule, watch, self._completes_step, lazy=config.naught.lazy_weights)
+        self.destroyed = False
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self.norm: Norm | None = None  # of the last step; None before the first
         self.synced = True  # False inside no_sync
@@ -114,9 +117,8 @@ class Engine(nn.Module):
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of a micro-batch. The loss is divided by the number of micro-batches in a step, and multiplied
         by the scale of the loss."""
-        with self._all_or_nothing():
+        with self._all_or_nothing(), _explaining():
             torch.autograd.backward(self.scale(loss / self.batch.accumulation))
-        self.passes.close()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as its own `backward()` needs it under fp16: `engine.scale(loss).backward()`."""
@@ -125,11 +127,22 @@ class Engine(nn.Module):
 
     def step(self) -> None:
         """Update the weights if this micro-batch completes a step."""
-        self.passes.close()
-        boundary = self.is_gradient_accumulation_boundary()
+        self._refuse_inside_gathered()
+        with self._all_or_nothing():
+            boundary = self.is_gradient_accumulation_boundary()
+            if boundary:
+                self.passes.complete()
+                self._update()
+            else:
+                self.passes.close()
         self.micro_steps += 1
-        if boundary:
-            self._update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of the gradients of this step so far. Between the micro-batches of a step this does nothing, as with
+        DeepSpeed: the engine begins every step without gradients."""
+        del set_to_none
+        if self.micro_steps % self.batch.accumulation == 0:
+            self.passes.drop_gradients()
 
     def _update(self) -> None:
         if self.loss_scale.value != 1.0 and not self.scaled:
@@ -141,7 +154,9 @@ class Engine(nn.Module):
         units = list(self.schedule.units.values())
         hyper, limits = self.optimizer.param_groups[0], limits_of(self.config, self.precision.weights.itemsize)
         scale = self.loss_scale.value
-        self.norm = update(units, self.schedule.group, self.optimizer.rule, hyper, limits, scale=scale)
+        amiss = self.passes.amiss()
+        self.norm = update(units, self.schedule.group, self.optimizer.rule, hyper, limits, scale=scale, amiss=amiss)
+        self.passes.drop_gradients()
         helps = self.loss_scale.update(overflow=not self.norm.finite)
         if self.norm.finite or not limits.skips:
             self.global_steps += 1
@@ -156,6 +171,11 @@ class Engine(nn.Module):
         self.skipped_steps += 1
         self.schedule.forget_plans()
         story = f"step {self.global_steps + 1} was skipped on all ranks: its gradient norm is not finite"
+        if any(unit.placement.param.split for unit in self.schedule.units.values()):
+            story += (
+                ". At stage 3 a parameter that is used outside of the model's own forward (in a loss, in a method that is called "
+                "directly) reads as NaN: use it inside the forward"
+            )
         if culprit is not None:
             story += f'; rank {self.schedule.group.rank} has such a gradient of "{culprit}"'
         if scale != self.loss_scale.value:
@@ -183,12 +203,14 @@ class Engine(nn.Module):
         try:
             yield
         finally:
-            self.passes.close()
+            running = self.schedule.current
+            if running is not None and running.seen_backward:
+                self.passes.close()
             self.synced = before
 
     def gathered(self) -> AbstractContextManager[None]:
         """While open, every parameter can be read and written. All ranks must open it, and write the same."""
-        return self.passes.lending()
+        return nullcontext() if self.destroyed else self.passes.lending()
 
     def report(self) -> dict[str, Any]:
         """What this rank has sent, holds and spends: bytes by collective, unit and phase; bytes now, at the peak, and after
@@ -196,8 +218,15 @@ class Engine(nn.Module):
         return self.watch.report() | {"steps": self.global_steps, "skipped": self.skipped_steps}
 
     def destroy(self) -> None:
-        """Give the model whole weights of its own again, and let go of everything."""
-        self.passes.remove()
+        """Give the model whole weights of its own again, and let go of everything. The engine is of no use afterwards."""
+        self._refuse_inside_gathered()
+        if not self.destroyed:
+            self.destroyed = True
+            self.passes.remove()
+
+    def _refuse_inside_gathered(self) -> None:
+        if self.passes.lent:
+            raise UsageError("this cannot be done inside engine.gathered()", fix="do it outside")
 
     def _completes_step(self) -> bool:
         every = self.config.naught.reduce_every_micro_batch
@@ -206,9 +235,28 @@ class Engine(nn.Module):
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """An exception ends not only its pass but the whole step, from its first micro-batch on."""
+        if self.destroyed:
+            raise UsageError("the engine was destroyed", fix="make another one with naught.initialize")
         try:
             yield
         except BaseException:
+            if recomputing():  # a checkpoint around the engine ends its recompute so
+                raise
             self.passes.abort()
             self.micro_steps -= self.micro_steps % self.batch.accumulation
             raise
+
+
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """Say what it means if autograd finds weights that are not there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        raise ScheduleError(
+            "a backward reached weights that are not gathered: its forward is of an earlier pass, or its gradient did not come "
+            "through the output of the unit",
+            fix="run the backwards of a step before its next forward, and return what has a gradient from the forward",
+        ) from error

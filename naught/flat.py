@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from naught.errors import UsageError
 from naught.layout import Layout
 
 __all__ = ["Flat", "Meter"]
@@ -47,12 +46,8 @@ class Flat:
             self.meter.change(self.category, self.nbytes)
 
     def free(self) -> None:
-        if self.allocated:
-            if not self.storage.resizable():
-                raise UsageError(
-                    "a gathered parameter is still shared with other code, so its memory cannot be freed",
-                    fix="copy it first: param.detach().clone().numpy()",
-                )
+        """Give the memory back. What numpy has once seen torch never frees: it stays."""
+        if self.allocated and self.storage.resizable():
             self.storage.resize_(0)
             self.allocated = False
             self.meter.change(self.category, -self.nbytes)

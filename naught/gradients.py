@@ -59,6 +59,7 @@ class Gradients:
         """Whether autograd has made gradients that are not collected yet."""
         return any(param.grad is not None for param in self.params)
 
+    @torch.no_grad()
     def take(self, index: int) -> None:
         """Take up one parameter's gradient at once."""
         grad = self.params[index].grad
@@ -73,6 +74,7 @@ class Gradients:
         self.filled[index] = self.used[index] = True
         self.params[index].grad = None
 
+    @torch.no_grad()
     def collect(self) -> None:
         """Take up what autograd has made and nobody has taken: copied into the flat, or added to what is there. While the
         flat is under way, what is made waits for the next time."""

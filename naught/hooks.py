@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from naught.steps import Moment
 
-__all__ = ["Hooks", "Listener", "keep_out_of_graphs"]
+__all__ = ["Hooks", "Listener", "keep_out_of_graphs", "recomputing"]
 
 
 class Listener(Protocol):
@@ -38,6 +38,8 @@ class Listener(Protocol):
     def exported(self) -> None: ...
 
     def imported(self) -> None: ...
+
+    def is_recording(self) -> bool: ...
 
 
 class _Call:
@@ -81,6 +83,7 @@ class Hooks:
         self.fire = self._fire_of_a_pass()
         self.calls: dict[str, int] = dict.fromkeys(units, 0)
         self.borrowed: dict[str, list[str]] = {}
+        self.aside: dict[str, list[tuple[nn.Module, str]]] = {}  # where a unit's modules put tensors beside its output
         self.stack: list[str] = []  # units whose forward is running, the innermost last
         self.depth = 0
         self.handles: list[Any] = []
@@ -93,8 +96,9 @@ class Hooks:
         self._keep(module.register_forward_hook(self._end_of(module), always_call=True))
         for param in large:
             self._keep(param.register_post_accumulate_grad_hook(listener.made))  # type: ignore[no-untyped-call]
-        self._keep(module.register_state_dict_pre_hook(_if_same(module, listener.exported)))  # type: ignore[no-untyped-call]
-        self._keep(module.register_load_state_dict_pre_hook(_if_same(module, listener.imported)))  # type: ignore[no-untyped-call]
+        for inner in module.modules():
+            self._keep(inner.register_state_dict_pre_hook(_if_same(inner, listener.exported)))  # type: ignore[no-untyped-call]
+            self._keep(inner.register_load_state_dict_pre_hook(_if_same(inner, listener.imported)))  # type: ignore[no-untyped-call]
 
     def _keep(self, handle: Any) -> None:
         self.handles.append(handle)
@@ -147,7 +151,7 @@ class Hooks:
 
     def _begin_of(self, module: nn.Module) -> Callable[..., None]:
         def begin(called: nn.Module, _: Any) -> None:
-            if called is module and not _recomputing():
+            if called is module and not recomputing():
                 self.depth += 1
                 if self.depth == 1:
                     self.listener.begin()
@@ -156,7 +160,7 @@ class Hooks:
 
     def _end_of(self, module: nn.Module) -> Callable[..., None]:
         def end(called: nn.Module, *_: Any) -> None:
-            if called is module and not _recomputing():
+            if called is module and not recomputing():
                 self.depth = max(0, self.depth - 1)
                 if self.depth == 0:
                     self.listener.end()
@@ -167,7 +171,7 @@ class Hooks:
         def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is not module:
                 return
-            if _recomputing():
+            if recomputing():
                 self._say_grad(unit)  # a reentrant checkpoint: the backward begins with this
                 return
             self.stack.append(unit)
@@ -187,11 +191,11 @@ class Hooks:
 
     def _exit_of(self, unit: str, module: nn.Module) -> Callable[..., None]:
         def leave(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if called is not module or _recomputing():
+            if called is not module or recomputing():
                 return
             self._pop(unit)
             if torch.is_grad_enabled():
-                outputs = _inside_graph(output)
+                outputs = [*_inside_graph(output), *self._beside(unit, module)]
                 if not outputs and not self._is_graphless(unit, (args, kwargs)):
                     return  # its backward cannot be foreseen: the weights stay until the pass is over
                 for tensor in outputs:
@@ -199,6 +203,14 @@ class Hooks:
             self._say(Moment.EXIT, unit)
 
         return leave
+
+    def _beside(self, unit: str, module: nn.Module) -> Collection[Tensor]:
+        """Tensors that a unit's modules have put into attributes, as auxiliary losses are: a backward may begin there."""
+        if self.listener.is_recording():
+            members = ((inner, name, value) for inner in module.modules() for name, value in vars(inner).items())
+            self.aside[unit] = [(inner, name) for inner, name, value in members if _inside_graph(value)]
+        places = self.aside.get(unit)
+        return _inside_graph([getattr(inner, name, None) for inner, name in places]) if places else ()
 
     def _is_graphless(self, unit: str, inputs: Any) -> bool:
         """Whether a unit has nothing to train and was given nothing to train: no backward will ever reach it."""
@@ -256,7 +268,7 @@ def _if_same(module: nn.Module, say: Callable[[], None]) -> Callable[..., None]:
     return heard
 
 
-def _recomputing() -> bool:
+def recomputing() -> bool:
     """Whether autograd is running: a forward now is a checkpoint's recompute."""
     return torch._C._current_graph_task_id() != -1
 
@@ -268,7 +280,7 @@ def _inside_graph(value: Any) -> Collection[Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in what modules take and return: containers and dataclasses, at any depth."""
+    """Every tensor in what modules take and return: containers and dataclasses at any depth, and members of objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | set):
@@ -282,3 +294,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for part in dataclasses.fields(value):
             yield from _tensors(getattr(value, part.name))
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        yield from (member for member in vars(value).values() if isinstance(member, Tensor))

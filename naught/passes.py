@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -13,10 +14,11 @@ from naught.hooks import Hooks, keep_out_of_graphs
 from naught.schedule import Schedule
 from naught.scout import Scout
 from naught.steps import Moment, Pass
+from naught.unit import Unit
+from naught.update import tampered
 from naught.watch import Watch
-from naught.weights import check_husks
 
-__all__ = ["Passes"]
+__all__ = ["Passes", "refuse_claimed"]
 
 _LARGE_BYTES = 1 << 16
 
@@ -24,8 +26,15 @@ _LARGE_BYTES = 1 << 16
 class Passes:
     """Listens to a module. `completes_step` tells of a pass that begins whether its gradients are summed over the ranks."""
 
-    def __init__(self, module: nn.Module, schedule: Schedule, watch: Watch, completes_step: Callable[[], bool]) -> None:
+    def __init__(
+        self, module: nn.Module, schedule: Schedule, watch: Watch, completes_step: Callable[[], bool], *, lazy: bool
+    ) -> None:
         self.schedule, self.watch, self.completes_step = schedule, watch, completes_step
+        # Units whose weights are absent at times.
+        self.coming_and_going = {
+            name for name, unit in schedule.units.items() if unit.placement.param.split or (lazy and unit.placement.optim.split)
+        }
+        self.summed = False  # no gradient of this step waits to be summed over the ranks
         self.lent = False  # the parameters are the user's for a while
         self.recording = ExitStack()  # holds a scout while a forward is recorded
         self.homes = {
@@ -40,6 +49,13 @@ class Passes:
             for index, param in enumerate(segment.weights.params)
             if param.nbytes >= _LARGE_BYTES
         }
+        _claim(self.homes)
+        self.places = [
+            (inner._parameters, short, param)
+            for inner in module.modules()
+            for short, param in inner._parameters.items()
+            if param is not None
+        ]
         modules = dict(module.named_modules())
         frozen = {name for name, unit in schedule.units.items() if not unit.trained}
         inner = {name: modules[name] for name in schedule.units}
@@ -49,27 +65,29 @@ class Passes:
 
     def begin(self) -> None:
         keep_out_of_graphs()  # the user may have compiled parts of the model since
-        self._open()
-        assert self.schedule.current is not None
-        if self.schedule.current.program is None and any(not unit.present for unit in self.schedule.units.values()):
+        self._open(training=torch.is_grad_enabled())
+        self.watch.enter("forward")
+        if self.is_recording() and self.coming_and_going:
             self.recording.enter_context(Scout(self.homes, self._found))
 
-    def _open(self) -> None:
+    def is_recording(self) -> bool:
+        return self.schedule.current is not None and self.schedule.current.program is None
+
+    def _open(self, *, training: bool) -> None:
         if self.lent:
             raise UsageError("the model was called inside engine.gathered()", fix="call it outside")
         running = self.schedule.current
         if running is not None and (running.seen_backward or not running.training):
             self.close()
         if self.schedule.current is None:
-            self.schedule.open(training=torch.is_grad_enabled(), which=Pass(last=self.completes_step()))
-            self.watch.enter("forward")
+            self.schedule.open(training=training, which=Pass(last=self.completes_step()))
 
     def _found(self, param: nn.Parameter) -> None:
-        """A parameter is about to be used where its unit is absent."""
-        unit = self.schedule.units[self.homes[param]]
-        if not unit.present and self.schedule.current is not None:
-            self.schedule.current.surprised = True
-            self.hooks.borrow(unit.name)
+        """A parameter is about to be used where its unit may be absent."""
+        name, running = self.homes[param], self.schedule.current
+        if running is not None and name in self.coming_and_going and not running.is_in_use(name):
+            running.surprised = True
+            self.hooks.borrow(name)
 
     def end(self) -> None:
         self.recording.close()
@@ -77,18 +95,17 @@ class Passes:
         self.watch.after("forward")
         if running is not None and not running.training:
             self.close()
-            self._check_husks()
 
     def happened(self, moment: Moment, unit: str) -> None:
         if self.schedule.current is None:
-            self._open()
+            self._open(training=torch.is_grad_enabled())
         if moment is Moment.GRAD:
             self.watch.enter("backward")
         self.schedule.happened(moment, unit)
 
     def made(self, param: nn.Parameter) -> None:
         if self.schedule.current is None:
-            self._open()
+            self._open(training=True)
         grads, index = self.large[param]
         grads.take(index)
 
@@ -115,18 +132,44 @@ class Passes:
             return
         self.schedule.close()
         self.hooks.forget()
+        if running.training:
+            self.summed = running.which.last
         if running.seen_backward:
             self.watch.after("backward")
         self.watch.rest()
+
+    def complete(self) -> None:
+        """Have every gradient of this step summed over the ranks, also those that came outside of a pass or unsynced."""
+        self.close()
+        if not self.summed:
+            self.schedule.open(training=True, which=Pass(last=True), careful=True)
+            self.close()
+
+    def drop_gradients(self) -> None:
+        """Begin a step anew: whatever has been collected so far is let go."""
+        if self.schedule.current is not None and self.schedule.current.seen_backward:
+            self.close()
+        for unit in self.schedule.units.values():
+            for segment in unit.trained:
+                segment.grads.drop()
+        self.summed = False
+
+    def amiss(self) -> UsageError | None:
+        """What users may have done to parameters that makes a step wrong."""
+        for holder, short, param in self.places:
+            if holder.get(short) is not param:
+                return UsageError(
+                    f'the parameter "{short}" of a module was replaced after the engine was made, and the new one is not trained',
+                    fix="replace parameters before naught.initialize; load_state_dict needs assign=False",
+                )
+        return tampered(list(self.schedule.units.values()))
 
     def abort(self) -> None:
         """Forget the pass that an exception has ended, and with it its step: part of a sum is no gradient."""
         self.recording.close()
         self.schedule.abort()
         self.hooks.forget()
-        for unit in self.schedule.units.values():
-            for segment in unit.trained:
-                segment.grads.drop()
+        self.drop_gradients()
         self.watch.rest()
 
     @contextmanager
@@ -135,9 +178,12 @@ class Passes:
         if self.lent:
             yield
             return
-        self.close()
-        self._check_husks()
+        running = self.schedule.current
+        if running is not None and (running.seen_backward or not running.training):
+            self.close()
         units = list(self.schedule.units.values())
+        self.schedule.group.raise_together(tampered(units))
+        held = self._held_anywhere(units)
         for unit in units:
             unit.lend()
         self.lent = True
@@ -147,9 +193,17 @@ class Passes:
             self.lent = False
             for unit in units:
                 unit.take_back()
+            for unit in held:  # a pass that is still open counts on them
+                unit.fetch()
 
-    def _check_husks(self) -> None:
-        check_husks(segment.weights for unit in self.schedule.units.values() if not unit.present for segment in unit.segments)
+    def _held_anywhere(self, units: Sequence[Unit]) -> list[Unit]:
+        """Split units that some rank holds, or has begun to gather, for the backward that is to come."""
+        if self.schedule.current is None:
+            return []
+        held = [unit.placement.param.split and (unit.present or bool(unit.pending)) for unit in units]
+        flags = torch.tensor(held, dtype=torch.int64)
+        anywhere = self.schedule.group.exchange(flags).amax(0).tolist()
+        return [unit for unit, held in zip(units, anywhere, strict=True) if held]
 
     def remove(self) -> None:
         """Give the model whole weights of its own again, and stop to listen."""
@@ -159,5 +213,30 @@ class Passes:
             for segment in unit.segments:
                 segment.close()
         self.hooks.remove()
+        _disclaim(self.homes)
         self.homes.clear()
+        self.places.clear()
         self.large.clear()
+
+
+# Parameters that an engine trains, by id: a second engine must not take them.
+_CLAIMED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+
+
+def _claim(params: Mapping[nn.Parameter, str]) -> None:
+    _CLAIMED.update({id(param): param for param in params})
+
+
+def _disclaim(params: Mapping[nn.Parameter, str]) -> None:
+    for param in params:
+        _CLAIMED.pop(id(param), None)
+
+
+def refuse_claimed(module: nn.Module) -> None:
+    """Two engines cannot train one model."""
+    for name, param in module.named_parameters():
+        if _CLAIMED.get(id(param)) is param:
+            raise UsageError(
+                f'parameter "{name}" belongs to another engine already',
+                fix="call destroy() on that engine, or make the model anew",
+            )

@@ -59,9 +59,9 @@ class Schedule:
 
     # --- passes ---
 
-    def open(self, *, training: bool, which: Pass) -> None:
+    def open(self, *, training: bool, which: Pass, careful: bool = False) -> None:
         assert self.current is None
-        self.current = _Pass(training, which, self.programs.get((training, which)))
+        self.current = _Pass(training, which, None if careful else self.programs.get((training, which)), surprised=careful)
 
     def close(self) -> None:
         """Finish what a pass has begun: late gradients are reduced and units are released."""
@@ -75,8 +75,7 @@ class Schedule:
             self._serve(running, None)
             self._learn(running)
         for unit in self.units.values():
-            if unit.placement.param.split and (unit.present or unit.pending):
-                unit.release()
+            unit.release()
         self.current = None
 
     def abort(self) -> None:

@@ -41,6 +41,13 @@ class States:
         self.masters = whole[self.owned.start : self.owned.stop].clone()
         self.meter.change("masters", self.masters.nbytes)
 
+    def let_go(self) -> None:
+        self.meter.change("states", -sum(moment.nbytes for moment in self.moments.values()))
+        self.moments.clear()
+        if self.masters is not None:
+            self.meter.change("masters", -self.masters.nbytes)
+            self.masters = None
+
     def due(
         self, initial: Mapping[str, float], weights: Tensor, grads: Tensor, *, used: Sequence[bool], most_numel: int
     ) -> Iterator[Part]:

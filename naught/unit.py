@@ -43,7 +43,9 @@ class Segment:
         self.states = States(layout, owned, meter)
         if self.trained and types.weights != torch.float32:
             self.states.keep_masters([param.data for param in params], group)
-        self.weights = Weights(params, layout, types.weights, group, meter, split=placement.param.split)
+        # Whole numbers have no NaN to read as while they are away, and are few: they stay.
+        split = placement.param.split and types.weights.is_floating_point
+        self.weights = Weights(params, layout, types.weights, group, meter, split=split)
         self.grads = Gradients(params, layout, types.grads, placement, group, meter)
 
     @property
@@ -66,8 +68,7 @@ class Segment:
         """Give the parameters whole weights of their own and let go of everything."""
         self.weights.hand_over()
         self.grads.drop()
-        self.states.moments.clear()
-        self.states.masters = None
+        self.states.let_go()
 
 
 class Unit:
@@ -77,13 +78,17 @@ class Unit:
         self.name, self.segments, self.placement = name, list(segments), placement
         self.trained = [segment for segment in self.segments if segment.trained]
         # What a gather brings: everything that is split, and of whole weights those that updates change.
-        self.absentees = self.segments if placement.param.split else self.trained
+        self.absentees = (
+            [segment for segment in self.segments if segment.weights.split] if placement.param.split else self.trained
+        )
         self.gathered_bytes = sum(segment.weights.flat.nbytes for segment in self.absentees)
-        self.present = not placement.param.split or not self.segments
+        self.present = not placement.param.split or not self.absentees
         self.pending: list[Pending] = []
 
     def sizes(self) -> UnitBytes:
-        weights = sum(segment.weights.flat.nbytes for segment in self.segments)
+        weights = sum(
+            segment.weights.flat.nbytes for segment in (self.absentees if self.placement.param.split else self.segments)
+        )
         grads = sum(segment.grads.flat.nbytes for segment in self.trained)
         return UnitBytes(
             weights=weights,
@@ -125,11 +130,11 @@ class Unit:
             self.present = True
 
     def release(self) -> None:
-        if self.placement.param.split and self.segments:
+        if self.placement.param.split and (self.present or self.pending):
             self.ready()
-            for segment in self.segments:
+            for segment in self.absentees:
                 segment.weights.release()
-            self.present = False
+            self.present = not self.absentees
 
     def outdate(self, *, hide: bool) -> None:
         """Only the owners' slices are new: whole weights must be gathered before they are used again. Hidden, they read
@@ -144,7 +149,7 @@ class Unit:
         self.fetch()
         for segment in self.segments:
             segment.weights.lend()
-        self.present = not self.placement.param.split or not self.segments
+        self.present = not self.placement.param.split or not self.absentees
 
     def take_back(self) -> None:
         for segment in self.segments:

@@ -17,7 +17,7 @@ from naught.rules import Hyper, Part, Rule
 from naught.unit import Segment, Unit
 from naught.weights import check_husks
 
-__all__ = ["Norm", "UpdateLimits", "update"]
+__all__ = ["Norm", "UpdateLimits", "tampered", "update"]
 
 _BLOCK_NUMEL = 1 << 16  # of a sum of squares
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
@@ -46,42 +46,47 @@ class UpdateLimits:
     lazy: bool
 
 
-def update(units: Sequence[Unit], group: Group, rule: Rule, hyper: Hyper, limits: UpdateLimits, *, scale: float) -> Norm:
-    """Undo the scale of the loss, clip, apply the rule to what this rank owns, and let go of the gradients. If the norm is
-    not finite, nothing changes on any rank.
+def update(
+    units: Sequence[Unit],
+    group: Group,
+    rule: Rule,
+    hyper: Hyper,
+    limits: UpdateLimits,
+    *,
+    scale: float,
+    amiss: UsageError | None,
+) -> Norm:
+    """Undo the scale of the loss, clip, and apply the rule to what this rank owns. If the norm is not finite, or something
+    is amiss on any rank, nothing changes on any.
 
     The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
     no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
-    amiss = _amiss(units)
     used = [flag for segment in trained for flag in segment.grads.used]
     rows = group.exchange(torch.tensor([amiss is not None, _square_sum(trained, group.rank), *used], dtype=torch.float64))
-    _raise_together(amiss, rows[:, 0].tolist())
+    if bool(rows[:, 0].any()):
+        group.raise_together(amiss)
     norm = Norm(_root(rows[:, 1].tolist()) / scale)
     if norm.finite or not limits.skips:
         anywhere = iter((rows[:, 2:].amax(0) > 0).tolist())
         _apply(units, rule, anywhere, hyper, limits, coefficient=_coefficient(norm.total, limits.clip) / scale)
     else:
         norm = norm._replace(culprit=_culprit(trained))
-    for segment in trained:
-        segment.grads.drop()
     return norm
 
 
-def _amiss(units: Sequence[Unit]) -> UsageError | None:
+def tampered(units: Sequence[Unit]) -> UsageError | None:
     """What users may have done to parameters that makes a step wrong."""
+    segments = [segment for unit in units for segment in unit.segments]
     try:
-        check_husks(segment.weights for unit in units for segment in unit.segments if not segment.weights.bound)
+        check_husks(segment.weights for segment in segments if not segment.weights.bound)
     except UsageError as error:
         return error
-    for segment in (segment for unit in units for segment in unit.segments):
-        stray = segment.weights.stray()
-        if stray is not None:
-            return UsageError(
-                f'parameter "{stray}" was moved or converted after the engine was made, so the engine no longer trains it',
-                fix="call model.to() or model.half() before naught.initialize",
-            )
+    for segment in segments:
+        amiss = segment.weights.amiss()
+        if amiss is not None:
+            return amiss
         if not segment.trained:
             for slot, param in zip(segment.layout.slots, segment.weights.params, strict=True):
                 if param.requires_grad:
@@ -90,15 +95,6 @@ def _amiss(units: Sequence[Unit]) -> UsageError | None:
                         fix="initialize with all that will ever be trained requiring gradients, and freeze it then",
                     )
     return None
-
-
-def _raise_together(amiss: UsageError | None, everywhere: list[float]) -> None:
-    """A rank on which something is amiss says what; the others say which rank it is."""
-    if amiss is not None:
-        raise amiss
-    ranks = [rank for rank, flag in enumerate(everywhere) if flag]
-    if ranks:
-        raise UsageError(f"parameters were tampered with on rank {ranks[0]}", fix="see the error of that rank")
 
 
 def _square_sum(trained: Sequence[Segment], rank: int) -> float:
@@ -168,7 +164,8 @@ def _apply(
                 flags = [next(used) for _ in segment.grads.used]
                 if any(flags) and segment.grads.sum() is not None:
                     parts += segment.due(initial, used=flags, most_numel=limits.part_numel)
-                    changed += [unit] * (unit not in changed[-1:])
+                    if unit not in changed:
+                        changed.append(unit)
         parts = [part._replace(grads=part.grads.float()) for part in parts]  # as they are, if they have 32 bits
         if coefficient != 1.0 and parts:
             torch._foreach_mul_([part.grads for part in parts], coefficient)
@@ -207,12 +204,13 @@ class _Courier:
     def send(self, units: Sequence[Unit]) -> None:
         for unit in units:
             unit.outdate(hide=self.limits.lazy)
-            if not self.limits.lazy and not unit.placement.param.split:
-                unit.gather()
-                self.under_way.append((unit, unit.gathered_bytes))
-                self.nbytes += unit.gathered_bytes
-            while self.under_way and self.nbytes > self.limits.flight_bytes:
+            if unit.present or self.limits.lazy or unit.placement.param.split:
+                continue
+            while self.under_way and self.nbytes + unit.gathered_bytes > self.limits.flight_bytes:
                 self._arrive()
+            unit.gather()
+            self.under_way.append((unit, unit.gathered_bytes))
+            self.nbytes += unit.gathered_bytes
 
     def arrive(self) -> None:
         while self.under_way:

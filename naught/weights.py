@@ -33,7 +33,9 @@ class Weights:
         self.husks = [mark.expand(slot.shape) for mark, slot in zip(self.marks, layout.slots, strict=True)]
         self.shard = self.flat.slices[group.rank]
         self.bound = False  # the parameters are views of the flat
-        self.addresses: list[int] = []  # of the parameters of a whole flat, which stays where it is
+        self.versions: list[int] = []  # of split parameters when they were bound
+        self.hidden: list[int] = []  # where the husks are, while the parameters are husks
+        self.fault: UsageError | None = None  # what was done to the parameters, until it is told
         self._adopt()
         if split:
             self.shard = self.shard.clone()
@@ -58,17 +60,27 @@ class Weights:
     def bind(self) -> None:
         """Let the parameters be views of the flat."""
         if not self.bound:
+            if self.hidden and self.hidden != [param.data_ptr() for param in self.params]:
+                self.fault = self._moved()
             self._point_to(self.flat.slots)
             self.bound = True
-            if not self.split:
-                self.addresses = [view.data_ptr() for view in self.flat.slots]
+            if self.split:
+                self.versions = [param._version for param in self.params]
 
     def hide(self) -> None:
         """Leave husks: what the flat holds is not what training has come to."""
         self._point_to(self.husks)
+        self.hidden = [husk.data_ptr() for husk in self.husks]
 
     def release(self) -> None:
-        """Free the flat and leave husks."""
+        """Free the flat and leave husks. What was written to it meanwhile is lost, and remarked."""
+        if self.bound and self.versions != [param._version for param in self.params]:
+            changed = zip(self.layout.slots, self.params, self.versions, strict=True)
+            name = next(slot.name for slot, param, version in changed if param._version != version)
+            self.fault = UsageError(
+                f'parameter "{name}" was written to inside a pass, and what was written is gone with the gathered weights',
+                fix="write inside engine.gathered()",
+            )
         self.hide()
         self.flat.free()
 
@@ -79,8 +91,20 @@ class Weights:
             self.flat.free()
 
     def take_back(self) -> None:
-        """Keep what was written to the copies, as far as it is this rank's."""
-        if self.split:
+        """Keep what was written, as far as it is this rank's, also where parameters were given other data."""
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            if param.shape != slot.shape:
+                raise UsageError(
+                    f'parameter "{slot.name}" {list(slot.shape)} was given data of another shape, {list(param.shape)}',
+                    fix="change shapes before the engine is made",
+                )
+        if not self.split:
+            for param, view in zip(self.params, self.flat.slots, strict=True):
+                if param.data_ptr() != view.data_ptr():
+                    view.copy_(param.data)
+            self.bound = False
+            self.bind()
+        else:
             shard = self.layout.shard(self.group.rank)
             copies = {slot.name: param.data.reshape(-1) for slot, param in zip(self.layout.slots, self.params, strict=True)}
             for slot, span in self.layout.owned(self.group.rank):
@@ -92,18 +116,30 @@ class Weights:
         """Give the parameters gathered weights of their own for good."""
         self._point_to([view.clone() for view in self.flat.slots])
         self.flat.free()
+        if self.split:
+            self.flat.meter.change("weights", -self.shard.nbytes)
 
-    def stray(self) -> str | None:
-        """A parameter that somebody has pointed away from the flat, as model.to() and model.half() do."""
-        if self.bound and not self.split and self.addresses != [param.data_ptr() for param in self.params]:
-            places = zip(self.layout.slots, self.params, self.addresses, strict=True)
-            return next(slot.name for slot, param, address in places if param.data_ptr() != address)
+    def amiss(self) -> UsageError | None:
+        """What somebody has done to the parameters that makes a step wrong."""
+        fault, self.fault = self.fault, None
+        return fault or self._moved()
+
+    def _moved(self) -> UsageError | None:
+        for slot, param, tensor in zip(
+            self.layout.slots, self.params, self.flat.slots if self.bound else self.husks, strict=True
+        ):
+            if param.data_ptr() != tensor.data_ptr():
+                return UsageError(
+                    f'parameter "{slot.name}" was moved, converted or given other data after the engine was made',
+                    fix="call model.to() or model.half() before naught.initialize, and write inside engine.gathered()",
+                )
         return None
 
     def _point_to(self, tensors: Sequence[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
         self.bound = False
+        self.hidden = []
 
 
 def check_husks(everything: Iterable[Weights]) -> None:

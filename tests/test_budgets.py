@@ -83,11 +83,11 @@ def test_a_reuse_distance_buys_a_gather_with_memory(two):
         assert bound.peak[Buffer.GATHERED] <= 2 * 4 * LARGEST + 4 * 4 * 64
 
 
-def over_a_wire(kind: str, piece: int) -> tuple[list[float], list[float]]:
+def over_a_wire(kind: str, piece: int, shard: int) -> tuple[list[float], list[float]]:
     """What a rank's slice holds after a reduce and a gather of small whole numbers, which add without rounding."""
     import torch.distributed as dist
 
-    rank, size, shard = dist.get_rank(), dist.get_world_size(), 192
+    rank, size = dist.get_rank(), dist.get_world_size()
     wire = Collectives(rank, size) if kind == "collectives" else Peers(rank, size, piece * size, 64)
     flat = torch.arange(size * shard, dtype=torch.float32) * (rank + 1)
     slices = list(flat.split(shard))
@@ -97,11 +97,14 @@ def over_a_wire(kind: str, piece: int) -> tuple[list[float], list[float]]:
     return reduced, flat.tolist()
 
 
-@pytest.mark.parametrize(("kind", "piece"), [("collectives", 0), ("peers", 64), ("peers", 128), ("peers", 10**6)])
-def test_both_wires_bring_every_slice_to_its_place(worlds, kind, piece):
-    wanted = (torch.arange(3 * 192, dtype=torch.float32) * 6).tolist()
-    for rank, (reduced, whole) in enumerate(worlds[3].run(over_a_wire, kind, piece)):
-        assert reduced == wanted[rank * 192 : (rank + 1) * 192]
+@pytest.mark.parametrize(
+    ("kind", "piece", "shard"),
+    [("collectives", 0, 192), ("peers", 64, 192), ("peers", 128, 192), ("peers", 10**6, 192), ("peers", 64, 64 * 1100)],
+)
+def test_both_wires_bring_every_slice_to_its_place(worlds, kind, piece, shard):
+    wanted = (torch.arange(3 * shard, dtype=torch.float32) * 6).tolist()
+    for rank, (reduced, whole) in enumerate(worlds[3].run(over_a_wire, kind, piece, shard)):
+        assert reduced == wanted[rank * shard : (rank + 1) * shard]
         assert whole == wanted
 
 
@@ -120,7 +123,7 @@ def over_nccl(folder: str) -> list[float]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
-def test_nccl_takes_a_flat_in_place(tmp_path):
+def test_nccl_accepts_a_flat_in_place(tmp_path):
     world = World(1)
     try:
         assert world.run(over_nccl, str(tmp_path))[0] == list(range(192))

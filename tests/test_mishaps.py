@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from menagerie import MODELS, WIDTH, Plain, batch_of, my_rank
+from menagerie import DEVICE, MODELS, WIDTH, Plain, batch_of, my_rank
 from torch import nn
 from training import config_of, digest_of_weights, engine_of, start, take_steps
 from workers import WorkerError, World
 
-from naught.errors import RankMismatch
+from naught.errors import RankMismatch, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,3 +163,147 @@ def changes_together(stage: int) -> list[float]:
 
 def test_ranks_that_change_their_order_together_go_on(two):
     assert two.run(changes_together, 3) == two.run(changes_together, 0)
+
+
+# --- backwards, steps and zero_grad in any order ----------------------------------------------------------------------
+
+
+def odd_order(stage: int, how: str) -> tuple[str, float | None]:
+    engine = start(stage)
+    take_steps(engine, 2)  # by the plan from here on
+    losses = [lambda at=at: engine(batch_of(at, my_rank())) for at in (5, 6)]
+    if how in ("one by one", "together"):
+        first, second = losses[0](), losses[1]()
+        if how == "together":
+            engine.backward(first + second)
+        else:
+            engine.backward(first)
+            engine.backward(second)
+    elif how in ("gathered between", "no_sync around the forward", "alone"):
+        if how == "no_sync around the forward":
+            with engine.no_sync():
+                loss = losses[0]()
+        else:
+            loss = losses[0]()
+        if how == "gathered between":
+            with engine.gathered():
+                sum(param.sum() for param in engine.module.parameters())
+        engine.backward(loss)
+    elif how == "no_sync around both":
+        with engine.no_sync():
+            engine.backward(losses[0]())
+    elif how == "thrown away":
+        engine.backward(losses[1]())
+        engine.optimizer.zero_grad()
+        engine.backward(losses[0]())
+    engine.step()
+    return digest_of_weights(engine), engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize(
+    ("how", "like"),
+    [
+        ("one by one", "together"),
+        ("gathered between", "alone"),
+        ("no_sync around the forward", "alone"),
+        ("no_sync around both", "alone"),
+        ("thrown away", "alone"),
+    ],
+)
+def test_gradients_are_neither_lost_nor_kept_too_long(two, how, like):
+    wanted = two.run(odd_order, 0, like)
+    for stage in range(4):
+        found = two.run(odd_order, stage, how)
+        if how == "one by one":  # two sums round differently from one
+            assert found[0][1] == pytest.approx(wanted[0][1], rel=1e-5)
+        else:
+            assert found == wanted
+
+
+def test_a_step_that_failed_leaves_no_gradients_behind():
+    engine = start(3)
+    take_steps(engine, 1)
+    nn.init.constant_(engine.module.head.weight, 0.1)
+    with pytest.raises(UsageError, match="was written to while it was released"):
+        take_steps(engine, 1, first=1)
+    assert take_steps(engine, 2, first=2) == take_steps_without_the_second()
+
+
+def take_steps_without_the_second() -> list[float]:
+    engine = start(3)
+    take_steps(engine, 1)
+    return take_steps(engine, 2, first=2)
+
+
+class Aside(nn.Module):
+    """A block that leaves an auxiliary loss in an attribute, made of its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.loss = self.gate(y).square().mean()
+        return y
+
+
+class Asides(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Aside() for _ in range(3))
+
+
+def with_asides(stage: int) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    engine = engine_of(Asides(), config_of(stage))
+    losses = []
+    for step in range(3):
+        loss = engine(batch_of(step, my_rank())) + sum(block.loss for block in engine.module.blocks)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, digest_of_weights(engine)
+
+
+def test_auxiliary_losses_that_modules_leave_in_attributes(two):
+    found = [two.run(with_asides, stage) for stage in range(4)]
+    assert all(run == found[0] for run in found)
+
+
+def around(stage: int, reentrant: bool) -> str:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    engine = engine_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), config_of(stage))
+    for step in range(3):
+        x = torch.full((2, WIDTH), step + 1.0, device=DEVICE, requires_grad=True)
+        engine.backward(checkpoint(engine, x, use_reentrant=reentrant).square().mean())
+        engine.step()
+    return digest_of_weights(engine)
+
+
+def test_a_checkpoint_around_the_engine():
+    found = {around(stage, reentrant) for stage in range(4) for reentrant in (False, True)}
+    assert len(found) == 1
+
+
+def test_a_graph_of_gradients_can_be_made():
+    engine = start(2)
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        engine(batch_of(0, 0)).backward(create_graph=True)
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_one_model_has_one_engine_at_a_time_and_a_destroyed_one_says_so():
+    engine = start(3)
+    with pytest.raises(UsageError, match="belongs to another engine already"):
+        engine_of(engine.module, config_of(1))
+    engine.destroy()
+    engine.destroy()
+    for call in (lambda: engine(batch_of(0, 0)), engine.step):
+        with pytest.raises(UsageError, match="the engine was destroyed"):
+            call()
+    assert not any(engine.report()["live"].values())
+    take_steps(engine_of(engine.module, config_of(1)), 1)

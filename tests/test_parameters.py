@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from menagerie import MODELS, WIDTH, Plain, batch_of, my_rank
+from menagerie import DEVICE, MODELS, WIDTH, Plain, batch_of, my_rank
 from torch import nn
 from training import config_of, digest, digest_of_weights, engine_of, start, take_steps
 
@@ -54,11 +54,16 @@ def test_what_was_read_inside_gathered_stays_valid_and_what_was_written_is_kept(
 
 def test_calls_and_state_dicts_at_the_wrong_place_are_refused_with_the_remedy():
     engine = start(3)
-    with pytest.raises(UsageError, match=r"inside engine\.gathered\(\)"):
-        engine.module.state_dict()
-    with engine.gathered(), pytest.raises(UsageError, match="Call it outside"):
-        engine(batch_of(0, 0))
-    take_steps(engine)
+    for module in (engine.module, engine.module.blocks[1]):
+        with pytest.raises(UsageError, match=r"inside engine\.gathered\(\)"):
+            module.state_dict()
+    with engine.gathered():
+        with pytest.raises(UsageError, match="Call it outside"):
+            engine(batch_of(0, 0))
+        for refused in (engine.step, engine.destroy):
+            with pytest.raises(UsageError, match="Do it outside"):
+                refused()
+    assert take_steps(engine, 2) == take_steps(start(3), 2), "nothing was lost"
     start(2).module.state_dict()
 
 
@@ -249,12 +254,13 @@ def tampers(stage: int, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("moved", '"head.weight" was moved or converted'), ("thawed", '"tok.weight" was frozen when')]
+    ("how", "words"),
+    [("moved", '"head.weight" was moved, converted or given other data'), ("thawed", '"tok.weight" was frozen when')],
 )
 def test_a_parameter_that_the_engine_has_lost_is_an_error_on_every_rank(two, how, words):
     other, guilty = two.run(tampers, 1, how)
     assert words in guilty
-    assert words in other or "tampered with on rank 1" in other
+    assert words in other or "amiss on rank 1" in other
 
 
 def test_converting_the_model_afterwards_is_refused():
@@ -309,6 +315,57 @@ def test_weights_are_loaded_in_place_or_inside_gathered():
     with engine.gathered():
         engine.module.load_state_dict(state)
     assert digest_of_weights(engine) == wanted
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parameters_may_be_given_other_data_inside_gathered_but_not_outside(stage):
+    engine = start(stage)
+    take_steps(engine, 1)
+    with engine.gathered():
+        params = list(engine.module.parameters())
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params) * 0.5, params)
+    kept = take_steps(engine, 1, first=1)
+    again = start(stage)
+    take_steps(again, 1)
+    with again.gathered(), torch.no_grad():
+        for param in again.module.parameters():
+            param.mul_(0.5)
+    assert kept == take_steps(again, 1, first=1)
+    engine.module.head.weight.data = torch.zeros_like(engine.module.head.weight)
+    with pytest.raises(UsageError, match=r'"head\.weight" was moved, converted or given other data'):
+        take_steps(engine, 1, first=2)
+    with pytest.raises(UsageError, match="data of another shape"), again.gathered():
+        again.module.head.weight.data = torch.zeros(3, device=DEVICE)
+
+
+def test_parameters_that_were_replaced_are_noticed():
+    engine = start(1)
+    with engine.gathered():
+        engine.module.load_state_dict({name: tensor.clone() for name, tensor in engine.module.state_dict().items()}, assign=True)
+    with pytest.raises(UsageError, match=r'"weight" of a module was replaced.*assign=False'):
+        take_steps(engine, 1)
+
+
+def test_a_write_inside_a_pass_is_noticed_where_it_would_be_lost():
+    class Clamping(Plain):
+        def forward(self, ids):
+            with torch.no_grad():
+                self.norm.weight.clamp_(max=0.5)
+            return super().forward(ids)
+
+    take_steps(engine_of(Clamping(), config_of(1)), 1)
+    with pytest.raises(UsageError, match=r'"norm\.weight" was written to inside a pass'):
+        take_steps(engine_of(Clamping(), config_of(3)), 1)
+
+
+def test_numpy_of_a_gathered_weight_costs_memory_and_nothing_else():
+    class Looking(Plain):
+        def forward(self, ids):
+            self.norm.weight.detach().cpu().numpy()
+            return super().forward(ids)
+
+    torch.manual_seed(0)
+    assert take_steps(engine_of(Looking(), config_of(3)), 3) == take_steps(start(3), 3)
 
 
 def lazily(stage: int, lazy: bool) -> tuple[list[float], str, bool]:

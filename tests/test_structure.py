@@ -51,6 +51,7 @@ TORCH_ALLOWED = {
         "describe",
         "trace",
         "modules",
+        "precision",
         "devices",
         "comm.wires",
         "comm.group",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from naught.comm.ledger import Ledger
 from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
-from naught.errors import ScheduleError, UsageError
+from naught.errors import NaughtError, ScheduleError, UsageError
 from naught.layout import ALIGN_NUMEL
 
 __all__ = ["SAME_ORDER", "Group"]
@@ -74,6 +74,14 @@ class Group:
         dist.all_gather(rows, mine)
         return torch.stack(rows).to(values.device)
 
+    def raise_together(self, amiss: NaughtError | None) -> None:
+        """Raise on every rank if something is amiss on any: a rank says what it found, the others whose it is."""
+        flags = self.exchange(torch.tensor([int(amiss is not None)])).flatten().tolist()
+        if amiss is not None:
+            raise amiss
+        if any(flags):
+            raise UsageError(f"something is amiss on rank {flags.index(1)}", fix="see the error of that rank")
+
     def exchange_texts(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks; as bytes, for nothing that is sent may be code."""
         raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -97,6 +105,7 @@ class Group:
         try:
             store.wait(keys, timedelta(seconds=self.patience_s))
         except RuntimeError as error:  # torch's DistStoreError is one
+            store.delete_key(keys[self.rank])  # nobody who comes later must take this for an answer
             raise ScheduleError(
                 f"{story}, and not all other ranks met the same within {self.patience_s:g} s",
                 fix=SAME_ORDER,

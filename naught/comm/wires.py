@@ -109,26 +109,34 @@ class Peers:
         return self._swap([mine] * len(slices), {peer: slices[peer] for peer in self.peers})
 
     def reduce(self, flat: Tensor, slices: Sequence[Tensor], divisor: float) -> Pending:
-        room = min(slices[self.rank].numel(), self.piece_numel)
-        scratch = torch.empty(len(self.peers), room, dtype=flat.dtype, device=flat.device)
-        return self._reduce_from(0, slices, scratch, divisor)
+        numel = slices[self.rank].numel()
+        scratch = torch.empty(len(self.peers), min(numel, self.piece_numel), dtype=flat.dtype, device=flat.device)
 
-    def _reduce_from(self, start: int, slices: Sequence[Tensor], scratch: Tensor, divisor: float) -> Pending:
-        """Set out with one piece of every slice; the others follow when it is waited for."""
-        pieces = [piece[start : start + self.piece_numel] for piece in slices]
+        def set_out(start: int) -> Pending:
+            pieces = [piece[start : start + self.piece_numel] for piece in slices]
+            return self._reduce_piece(pieces, scratch, divisor)
+
+        first = set_out(0)
+
+        def arrive() -> None:
+            first.wait()
+            for start in range(self.piece_numel, numel, self.piece_numel):
+                set_out(start).wait()
+
+        return Pending(then=arrive)
+
+    def _reduce_piece(self, pieces: Sequence[Tensor], scratch: Tensor, divisor: float) -> Pending:
         mine = pieces[self.rank]
         received = {peer: room[: mine.numel()] for peer, room in zip(self.peers, scratch, strict=True)}
         swap = self._swap(pieces, received)
 
         def arrive() -> None:
             swap.wait()
-            parts = [mine if rank == self.rank else received[rank] for rank in range(len(slices))]
+            parts = [mine if rank == self.rank else received[rank] for rank in range(len(pieces))]
             if mine.dtype.itemsize >= _WIDE:
                 _add_in_order(parts, mine, divisor)
             else:
                 _add_widely(parts, mine, divisor)
-            if start + self.piece_numel < slices[self.rank].numel():
-                self._reduce_from(start + self.piece_numel, slices, scratch, divisor).wait()
 
         return Pending(then=arrive)
 
