@@ -1,7 +1,8 @@
 """Step time of every stage on 2 CPU processes beside its peers, all in one run.
 
 Each system has two processes of its own, which wait while it is not their turn. Systems take turns, several rounds, and
-each round is reported as a ratio to DDP in that round: a timing by itself says more about the machine than about the code.
+each round is reported as a ratio to the first of them (DDP) in that round: a timing by itself says more about the machine
+than about the code.
 
     .venv/bin/python benchmarks/cpu.py [--size 5M|30M|124M] [--rounds 5] [--steps 6] [--systems ddp ours-1 ...]
 
@@ -46,11 +47,13 @@ def main() -> None:
     systems = options.systems or [name for name in SYSTEMS if PEERS.exists() or name not in THEIRS]
     with tempfile.TemporaryDirectory() as folder:
         pairs = {name: Pair(name, options.size, Path(folder, name)) for name in systems}
-        for turn in range(options.rounds + 1):  # the first warms up
+        try:
+            for turn in range(options.rounds + 1):  # the first warms up
+                for pair in pairs.values():
+                    pair.take(turn * options.steps, options.steps)
+        finally:
             for pair in pairs.values():
-                pair.take(turn * options.steps, options.steps)
-        for pair in pairs.values():
-            pair.stop()
+                pair.stop()
     report(
         options.size, {name: pair.times[1:] for name, pair in pairs.items()}, {name: pair.losses for name, pair in pairs.items()}
     )
@@ -97,10 +100,8 @@ class Pair:
 
     def stop(self) -> None:
         for rank in self.ranks:
-            assert rank.stdin is not None
-            rank.stdin.close()
-        for rank in self.ranks:
-            rank.wait(60)
+            rank.kill()
+            rank.wait()
 
 
 def report(size: str, times: dict[str, list[float]], losses: dict[str, list[float]]) -> None:

@@ -8,6 +8,7 @@ One process and tiny blocks, so that nothing but Python is measured; the same bl
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ def main() -> None:
     print("a unit", *(f"{slope:.1f}" for slope in slopes), sep="\t")
 
 
-def best(take: object) -> float:
-    return min(take() for _ in range(ROUNDS))  # type: ignore[operator]
+def best(take: Callable[[], float]) -> float:
+    return min(take() for _ in range(ROUNDS))
 
 
 def make(count: int) -> nn.Module:

@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     losses = {stage: train(stage, options, device) for stage in range(4)}
@@ -43,6 +44,8 @@ def train(stage: int, options: argparse.Namespace, device: str) -> list[float]:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
         "zero_optimization": {"stage": stage},
     }
+    if options.precision != "fp32":
+        config[options.precision] = {"enabled": True}
     engine, *_ = naught.initialize(model=model, config=config)
     losses, start = [], 0.0
     for step in range(options.steps):

@@ -1,4 +1,4 @@
-"""Devices: what differs between a CPU and an accelerator. The only file that says cuda."""
+"""Devices: what differs between a CPU and an accelerator. The only file that calls torch.cuda."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Hooks:
         self.depth = 0
         self.handles: list[Any] = []
         for name, inner in units.items():
-            # First in and last out, so that the user's own hooks find the weights.
+            # First in, and after the hooks that are there already, so that they find the weights.
             self._keep(inner.register_forward_pre_hook(self._enter_of(name, inner), with_kwargs=True, prepend=True))
             self._keep(inner.register_forward_hook(self._exit_of(name, inner), with_kwargs=True))
         keep_out_of_graphs()

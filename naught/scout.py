@@ -10,8 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["Scout"]
 
-# What is asked of a tensor without touching its elements; all other attributes that are read are views of them.
+# Attributes that are views of a tensor's elements; to read any other does not touch them.
 _VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}
+# Functions that do not touch them either.
 _HARMLESS = {
     *("__set__", "__hash__", "__len__", "__repr__", "__format__", "data_ptr", "dim", "element_size", "get_device"),
     *("is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel"),

@@ -37,7 +37,7 @@ class States:
         whole = torch.zeros(self.layout.numel, dtype=torch.float32, device=weights[0].device)
         for slot, weight in zip(self.layout.slots, weights, strict=True):
             whole[slot.span.start : slot.span.stop].copy_(weight.reshape(-1))
-        group.spread(whole, self.layout.slots[0].name)
+        group.spread(whole)
         self.masters = whole[self.owned.start : self.owned.stop].clone()
         self.meter.change("masters", self.masters.nbytes)
 

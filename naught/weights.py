@@ -48,7 +48,7 @@ class Weights:
         self.flat.clear_gaps()
         for param, view in zip(self.params, self.flat.slots, strict=True):
             view.copy_(param.data)
-        self.group.spread(self.flat.tensor, self.layout.slots[0].name)
+        self.group.spread(self.flat.tensor)
         self.bind()
 
     def start_gather(self, unit: str) -> Pending:

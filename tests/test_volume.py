@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,17 +40,37 @@ def test_a_step_sends_what_the_papers_say_with_the_exact_factor(two, stage, gath
         assert gathered == (gathers * whole - kept) // 2
 
 
-def by_phase(stage: int) -> tuple[dict[str, int], dict[str, dict[str, int]], int, int]:
+def by_phase(stage: int) -> tuple[dict[str, int], dict[str, dict[str, int]], int, int, Counter[tuple[str, str]]]:
     engine = start(stage, overlap_comm=False)  # what is fetched ahead would count for the phase before
     take_steps(engine, 2)
     ledger = engine.schedule.group.ledger
     ledger.sent.clear()
     take_steps(engine, 1, first=2)
     sent = dict.fromkeys(("forward", "backward", "step"), 0)
-    for (_, _, phase), nbytes in ledger.sent.items():
+    collectives: Counter[tuple[str, str]] = Counter()
+    for (collective, _, phase), nbytes in ledger.sent.items():
         sent[phase] += nbytes
+        collectives[phase, collective] += nbytes
     sizes = [unit.sizes().weights for unit in engine.schedule.units.values()]
-    return sent, engine.report()["after"], sum(sizes), sizes[0] + sizes[-1]
+    return sent, engine.report()["after"], sum(sizes), sizes[0] + sizes[-1], collectives
+
+
+# What the words of the page's table mean: on how many ranks weights are split, and which collectives there are.
+RANKS_OF_WEIGHTS = {
+    **{(stage, "whole"): 1 for stage in (0, 1, 2)},
+    (0, "whole, updated by every rank"): 1,
+    (1, "each rank updates its slice, then whole"): 1,
+    (2, "each rank updates its slice, then whole"): 1,
+    (3, "1/N, a unit whole at a time"): 2,
+    (3, "each rank updates its slice"): 2,
+}
+COLLECTIVES = {
+    "-": set(),
+    "all-gather of parameters": {"all-gather"},
+    "reduce-scatter of gradients": {"reduce-scatter"},
+    "reduce-scatter and all-gather of gradients": {"all-gather", "reduce-scatter"},
+    "all-gather of parameters, reduce-scatter of gradients": {"all-gather", "reduce-scatter"},
+}
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -59,17 +80,16 @@ def test_the_table_of_the_how_it_works_page_does_not_lie(two, stage):
         [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith(f"| {stage} |")
     ]
     assert [row[1] for row in rows] == ["forward", "backward", "step"]
-    for sent, after, whole, kept in two.run(by_phase, stage):
-        for _, phase, params, grads, states, _, sends in rows:
+    for sent, after, whole, kept, collectives in two.run(by_phase, stage):
+        for _, phase, params, grads, states, moves, sends in rows:
             psi = int(sends.split()[0]) * whole - (kept if stage == 3 and phase == "backward" else 0)
             assert sent[phase] == psi // 2, phase
             cells = after[phase]
-            split = {"weights": params.startswith("1/N") or (stage == 3), "states": states == "1/N"}
-            assert cells["weights"] == whole // (2 if split["weights"] else 1)
-            assert cells["states"] == 2 * whole // (2 if split["states"] else 1)
+            assert cells["weights"] == whole // RANKS_OF_WEIGHTS[stage, params]
+            assert cells["states"] == 2 * whole // {"whole": 1, "1/N": 2}[states]
+            assert {name for name in ("all-gather", "reduce-scatter") if collectives[phase, name]} == COLLECTIVES[moves]
             found = sum(cells.get(buffer, 0) for buffer in (Buffer.WHOLE_GRADS, Buffer.OWNED_GRADS, Buffer.GRAD_FLATS))
-            wanted = {"whole": whole, "-": 0, "let go": 0}.get(grads, whole // 2)
-            assert found == wanted
+            assert found == {"whole": whole, "-": 0, "let go": 0, "1/N, a unit whole at a time": whole // 2}[grads]
 
 
 def held(stage: int) -> tuple[dict, dict, int]:
@@ -167,5 +187,9 @@ def test_the_kernels_counters_of_an_interface_confirm_the_ledger():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["stage"] for row in rows] == [0, 1, 2, 3]
     for row in rows:
+        # Two ranks send half of each flat: gradients and weights once, at stage 3 weights twice but for the last unit.
+        kept = row["parameters"] // 6 if row["stage"] == 3 else 0
+        payload = (3 if row["stage"] == 3 else 2) * row["parameters"] - kept
+        assert row["ledger"] == row["steps"] * payload
         # Beyond the payload: headers of packets, acknowledgements, and the few numbers that ranks agree on.
         assert row["ledger"] < row["interface"] < 1.02 * row["ledger"]

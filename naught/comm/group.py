@@ -59,10 +59,10 @@ class Group:
         """What a reduce needs beside its flat."""
         return self.wire.scratch_bytes(shard_numel, dtype)
 
-    def spread(self, flat: Tensor, unit: str) -> None:
-        """Give every rank what rank 0 has."""
+    def spread(self, flat: Tensor) -> None:
+        """Give every rank what rank 0 has, once, at the start."""
         if self.size > 1:
-            self.ledger.add("broadcast", unit, flat.nbytes if self.rank == 0 else 0)
+            self.ledger.add("broadcast", "", flat.nbytes if self.rank == 0 else 0)
             dist.broadcast(flat, src=0)
 
     def exchange(self, values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Wires: how the slices of a flat travel between ranks. A wire neither counts nor decides; a group does.
 
-A flat's slices lie one behind the other, one for each rank. Both wires move (N-1)/N of a flat for each gather and each
-reduce, and neither copies it in or out.
+A flat's slices lie one behind the other, one for each rank. Every wire moves (N-1)/N of a flat for each gather and each
+reduce.
 """
 
 from __future__ import annotations
