@@ -59,10 +59,9 @@ class Gradients:
         """Whether autograd has made gradients that are not collected yet."""
         return any(param.grad is not None for param in self.params)
 
-    @torch.no_grad()
     def take(self, index: int) -> None:
         """Take up one parameter's gradient at once."""
-        grad = self.params[index].grad
+        grad = _made(self.params[index])
         assert grad is not None
         if self.under_way is not None:
             return  # a late one: the next collect finds it
@@ -74,11 +73,10 @@ class Gradients:
         self.filled[index] = self.used[index] = True
         self.params[index].grad = None
 
-    @torch.no_grad()
     def collect(self) -> None:
         """Take up what autograd has made and nobody has taken: copied into the flat, or added to what is there. While the
         flat is under way, what is made waits for the next time."""
-        made = [(index, param.grad) for index, param in enumerate(self.params) if param.grad is not None]
+        made = [(index, grad) for index, grad in enumerate(map(_made, self.params)) if grad is not None]
         if not made or self.under_way is not None:
             return
         self.open()
@@ -159,3 +157,9 @@ class Gradients:
         if self.owned is not None:
             self.meter.change(Buffer.OWNED_GRADS, -self.owned.nbytes)
             self.owned = None
+
+
+def _made(param: nn.Parameter) -> Tensor | None:
+    """The gradient that autograd has made, without the graph that it may have of its own."""
+    grad = param.grad
+    return grad if grad is None or not grad.requires_grad else grad.detach()

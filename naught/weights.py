@@ -34,7 +34,8 @@ class Weights:
         self.shard = self.flat.slices[group.rank]
         self.bound = False  # the parameters are views of the flat
         self.versions: list[int] = []  # of split parameters when they were bound
-        self.hidden: list[int] = []  # where the husks are, while the parameters are husks
+        self.husk_addresses = [husk.data_ptr() for husk in self.husks]
+        self.addresses: list[int] = []  # where the parameters must be; none while it changes with every gather
         self.fault: UsageError | None = None  # what was done to the parameters, until it is told
         self._adopt()
         if split:
@@ -60,17 +61,18 @@ class Weights:
     def bind(self) -> None:
         """Let the parameters be views of the flat."""
         if not self.bound:
-            if self.hidden and self.hidden != [param.data_ptr() for param in self.params]:
-                self.fault = self._moved()
+            self.fault = self.fault or self._moved()
             self._point_to(self.flat.slots)
             self.bound = True
+            if not self.split:
+                self.addresses = [view.data_ptr() for view in self.flat.slots]
             if self.split:
                 self.versions = [param._version for param in self.params]
 
     def hide(self) -> None:
         """Leave husks: what the flat holds is not what training has come to."""
         self._point_to(self.husks)
-        self.hidden = [husk.data_ptr() for husk in self.husks]
+        self.addresses = self.husk_addresses
 
     def release(self) -> None:
         """Free the flat and leave husks. What was written to it meanwhile is lost, and remarked."""
@@ -102,7 +104,7 @@ class Weights:
             for param, view in zip(self.params, self.flat.slots, strict=True):
                 if param.data_ptr() != view.data_ptr():
                     view.copy_(param.data)
-            self.bound = False
+            self.bound, self.addresses = False, []
             self.bind()
         else:
             shard = self.layout.shard(self.group.rank)
@@ -125,21 +127,20 @@ class Weights:
         return fault or self._moved()
 
     def _moved(self) -> UsageError | None:
-        for slot, param, tensor in zip(
-            self.layout.slots, self.params, self.flat.slots if self.bound else self.husks, strict=True
-        ):
-            if param.data_ptr() != tensor.data_ptr():
-                return UsageError(
-                    f'parameter "{slot.name}" was moved, converted or given other data after the engine was made',
-                    fix="call model.to() or model.half() before naught.initialize, and write inside engine.gathered()",
-                )
-        return None
+        if not self.addresses or self.addresses == [param.data_ptr() for param in self.params]:
+            return None
+        places = zip(self.layout.slots, self.params, self.addresses, strict=True)
+        name = next(slot.name for slot, param, address in places if param.data_ptr() != address)
+        return UsageError(
+            f'parameter "{name}" was moved, converted or given other data after the engine was made',
+            fix="call model.to() or model.half() before naught.initialize, and write inside engine.gathered()",
+        )
 
     def _point_to(self, tensors: Sequence[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
         self.bound = False
-        self.hidden = []
+        self.addresses = []
 
 
 def check_husks(everything: Iterable[Weights]) -> None:
