@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,6 +59,40 @@ def test_a_reduce_needs_no_more_scratch_than_its_bucket(worlds, stage, bucket):
 @pytest.mark.parametrize("stage", range(4))
 def test_updates_and_their_gathers_in_small_parts_change_no_bit(two, stage, key):
     assert same_bits(two.run(bounded, stage), two.run(bounded, stage, **{key: 100}))
+
+
+def largest_at_once(stage: int, **zero: Any) -> tuple[int, int, int]:
+    """The largest part that the rule was given, and the most bytes of new weights under way, and the largest unit's."""
+    engine = start(stage, **zero)
+    parts: list[int] = []
+    under_way: list[int] = [0]
+    rule, units = engine.optimizer.rule, engine.schedule.units.values()
+    update = rule.update
+
+    def watch_parts(given, hyper):
+        parts.extend(part.weights.numel() for part in given)
+        update(given, hyper)
+
+    def watch_gather(gather):
+        gather()
+        under_way.append(sum(other.gathered_bytes for other in units if other.pending))
+
+    rule.update = watch_parts
+    for unit in units:
+        unit.gather = partial(watch_gather, unit.gather)
+    take_steps(engine, 1)
+    return max(parts), max(under_way), max(unit.gathered_bytes for unit in units)
+
+
+def test_parts_and_weights_under_way_keep_to_their_limits(two):
+    for part, _, _ in two.run(largest_at_once, 2, sub_group_size=100):
+        assert part == 64
+    for part, _, _ in two.run(largest_at_once, 2):
+        assert part > 64
+    for _, under_way, largest in two.run(largest_at_once, 2, allgather_bucket_size=100):
+        assert under_way == largest, "one at a time"
+    for _, under_way, largest in two.run(largest_at_once, 2):
+        assert under_way > largest
 
 
 def test_small_units_stay_whole_as_far_as_there_is_room(two):

@@ -81,12 +81,25 @@ def plainly(name: str, dtype: torch.dtype, world: int) -> tuple[list[float], str
 
 
 @pytest.mark.parametrize("name", ["plain", "tied", "frozen", "checkpoint_non_reentrant", "skip_connections"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 3])  # the sum of two is rounded once in any case
 def test_bf16_is_plain_pytorch_with_masters(worlds, name, world):
     assert name not in OWN_WAY
     for run in outcomes(worlds[world], name, more=BF16):
         losses, weights = worlds[1].run(plainly, name, torch.bfloat16, world)[0]
         assert (losses, weights) == (run[0].losses, run[0].weights)
+
+
+def test_the_scale_of_the_loss_is_undone():
+    descent = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    weights, norms = [], []
+    for recipe in ({}, FP16, {"fp16": {"enabled": True, "loss_scale": 1.0}}):
+        engine = start(1, more=descent | recipe)
+        before = engine.module.head.weight.detach().float().clone()
+        take_steps(engine, 1)
+        weights.append((engine.module.head.weight.detach().float() - before).norm().item())
+        norms.append(engine.get_global_grad_norm())
+    assert weights == pytest.approx([weights[0]] * 3, rel=0.02)
+    assert norms == pytest.approx([norms[0]] * 3, rel=0.02)
 
 
 # --- overflows --------------------------------------------------------------------------------------------------------
