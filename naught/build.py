@@ -19,12 +19,13 @@ from naught.layout import ALIGN_NUMEL
 from naught.moving import Budgets
 from naught.placement import Kind, Place, Placement, Tier
 from naught.precision import DTYPES, Precision, kept_in_fp32
+from naught.rates import Groups, RateSchedule
 from naught.rules import RULES, Rule
 from naught.unit import Segment, Types, Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits
 
-__all__ = ["budgets_of", "build_units", "limits_of", "refuse_what_is_not_there_yet", "rule_of"]
+__all__ = ["budgets_of", "build_units", "limits_of", "rates_of", "refuse_what_is_not_there_yet", "rule_of"]
 
 _LOG = logging.getLogger("naught")
 
@@ -97,6 +98,12 @@ def rule_of(config: Config) -> tuple[Rule, dict[str, Any]]:
         raise UsageError("the configuration names no optimizer", fix='add "optimizer": {"type": "AdamW", ...}')
     hyper = config.optimizer.params.model_dump()
     return RULES[config.optimizer.type](hyper), hyper
+
+
+def rates_of(config: Config, groups: Groups) -> RateSchedule | None:
+    if config.scheduler is None:
+        return None
+    return RateSchedule(config.scheduler.type, groups, config.scheduler.params.model_dump())
 
 
 def build_units(model: nn.Module, config: Config, precision: Precision, group: Group, meter: Meter) -> dict[str, Unit]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,25 +11,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import naught
+from naught.accumulation import Accumulation
 from naught.agreement import agree, facts_of
-from naught.build import budgets_of, build_units, limits_of, refuse_what_is_not_there_yet, rule_of
+from naught.build import budgets_of, build_units, limits_of, rates_of, refuse_what_is_not_there_yet, rule_of
 from naught.comm import Group
-from naught.config import Batch, Config, Source, derive_batch, load
+from naught.config import Config, Source, derive_batch, load
 from naught.devices import device_of, keep_freed_pages
 from naught.errors import ScheduleError, UsageError
 from naught.flat import Meter
 from naught.hooks import recomputing
+from naught.loss_scale import LossScale
 from naught.passes import Passes, refuse_claimed
 from naught.precision import DTYPES, loss_scale_of, precision_of
 from naught.rates import RateSchedule
 from naught.rules import Rule
 from naught.schedule import Schedule
-from naught.update import Norm, update
+from naught.stepping import Stepping
 from naught.watch import Watch
 
 __all__ = ["Engine", "Optimizer", "initialize"]
-
-_LOG = logging.getLogger("naught")
 
 
 def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, None, RateSchedule | None]:
@@ -52,8 +51,12 @@ def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, 
     units = build_units(model, loaded, precision, group, watch.meter)
     schedule = Schedule(units, group, budgets_of(loaded, units, precision.weights.itemsize))
     keep_freed_pages(watch.device)
-    engine = Engine(model, loaded, batch, schedule, optimizer, watch)
-    return engine, optimizer, None, engine.lr_scheduler
+    accumulation = Accumulation(batch.accumulation, every=loaded.naught.reduce_every_micro_batch)
+    passes = Passes(model, schedule, watch, accumulation.sums_over_ranks, lazy=loaded.naught.lazy_weights)
+    rates = rates_of(loaded, optimizer.param_groups)
+    limits = limits_of(loaded, precision.weights.itemsize)
+    stepping = Stepping(passes, optimizer.rule, limits, loss_scale_of(loaded), rates)
+    return Engine(model, loaded, accumulation, passes, stepping, optimizer), optimizer, None, rates
 
 
 def _to_half(tensor: Tensor) -> Tensor:
@@ -81,31 +84,51 @@ class Engine(nn.Module):
     """A model that trains as its configuration says. Call it, `backward` its loss, and `step`."""
 
     def __init__(
-        self, module: nn.Module, config: Config, batch: Batch, schedule: Schedule, optimizer: Optimizer, watch: Watch
+        self,
+        module: nn.Module,
+        config: Config,
+        accumulation: Accumulation,
+        passes: Passes,
+        stepping: Stepping,
+        optimizer: Optimizer,
     ) -> None:
         super().__init__()
-        self.module, self.config, self.batch, self.optimizer, self.watch = module, config, batch, optimizer, watch
-        optimizer.engine = self
-        self.precision = precision_of(config, batch.accumulation)
-        self.lr_scheduler: RateSchedule | None = None
-        if config.scheduler is not None:
-            numbers = config.scheduler.params.model_dump()
-            self.lr_scheduler = RateSchedule(config.scheduler.type, optimizer.param_groups, numbers)
-        self.passes = Passes(module, schedule, watch, self._completes_step, lazy=config.naught.lazy_weights)
+        self.module, self.config, self.accumulation = module, config, accumulation
+        self.passes, self.stepping, self.optimizer = passes, stepping, optimizer
         self.destroyed = False
-        self.micro_steps = self.global_steps = self.skipped_steps = 0
-        self.norm: Norm | None = None  # of the last step; None before the first
-        self.synced = True  # False inside no_sync
-        self.loss_scale = loss_scale_of(config)
-        self.scaled = False  # a loss of this step was multiplied by the scale
+        optimizer.engine = self
 
     @property
     def schedule(self) -> Schedule:
         return self.passes.schedule
 
     @property
+    def watch(self) -> Watch:
+        return self.passes.watch
+
+    @property
     def meter(self) -> Meter:
         return self.watch.meter
+
+    @property
+    def lr_scheduler(self) -> RateSchedule | None:
+        return self.stepping.rates
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return self.stepping.scale
+
+    @property
+    def micro_steps(self) -> int:
+        return self.accumulation.micro_steps
+
+    @property
+    def global_steps(self) -> int:
+        return self.stepping.taken
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.stepping.skipped
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cast = self.config.torch_autocast
@@ -118,95 +141,52 @@ class Engine(nn.Module):
         """Compute gradients of a micro-batch. The loss is divided by the number of micro-batches in a step, and multiplied
         by the scale of the loss."""
         with self._all_or_nothing(), _explaining():
-            torch.autograd.backward(self.scale(loss / self.batch.accumulation))
+            torch.autograd.backward(self.scale(loss / self.accumulation.steps))
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as its own `backward()` needs it under fp16: `engine.scale(loss).backward()`."""
-        self.scaled = True
-        return loss if self.loss_scale.value == 1.0 else loss.float() * self.loss_scale.value
+        return self.stepping.scale_loss(loss)
 
     def step(self) -> None:
         """Update the weights if this micro-batch completes a step."""
         self._refuse_inside_gathered()
         with self._all_or_nothing():
-            boundary = self.is_gradient_accumulation_boundary()
-            if boundary:
+            if self.accumulation.at_boundary:
                 self.passes.complete()
-                self._update()
+                self.watch.enter("step")
+                self.stepping.take(self.optimizer.param_groups[0])
+                self.watch.after("step")
             else:
                 self.passes.close()
-        self.micro_steps += 1
+        self.accumulation.micro_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients of this step so far. Between the micro-batches of a step this does nothing, as with
         DeepSpeed: the engine begins every step without gradients."""
         del set_to_none
-        if self.micro_steps % self.batch.accumulation == 0:
+        if self.accumulation.at_start:
             self.passes.drop_gradients()
 
-    def _update(self) -> None:
-        if self.loss_scale.value != 1.0 and not self.scaled:
-            raise UsageError(
-                "the loss was not scaled before its backward", fix="call engine.backward(loss) or engine.scale(loss).backward()"
-            )
-        self.scaled = False
-        self.watch.enter("step")
-        units = list(self.schedule.units.values())
-        hyper, limits = self.optimizer.param_groups[0], limits_of(self.config, self.precision.weights.itemsize)
-        scale = self.loss_scale.value
-        amiss = self.passes.amiss()
-        self.norm = update(units, self.schedule.group, self.optimizer.rule, hyper, limits, scale=scale, amiss=amiss)
-        self.passes.drop_gradients()
-        helps = self.loss_scale.update(overflow=not self.norm.finite)
-        if self.norm.finite or not limits.skips:
-            self.global_steps += 1
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        else:
-            self._skip(scale, self.norm.culprit, helps)
-        self.watch.after("step")
-
-    def _skip(self, scale: float, culprit: str | None, helps: bool) -> None:
-        """A parameter that the plan does not know to be used reads as NaN: the next pass is recorded anew to find it."""
-        self.skipped_steps += 1
-        self.schedule.forget_plans()
-        story = f"step {self.global_steps + 1} was skipped on all ranks: its gradient norm is not finite"
-        if any(unit.placement.param.split for unit in self.schedule.units.values()):
-            story += (
-                ". At stage 3 a parameter that is used outside of the model's own forward (in a loss, in a method that is called "
-                "directly) reads as NaN: use it inside the forward"
-            )
-        if culprit is not None:
-            story += f'; rank {self.schedule.group.rank} has such a gradient of "{culprit}"'
-        if scale != self.loss_scale.value:
-            story += f"; the scale of the loss falls from {scale:g} to {self.loss_scale.value:g}"
-        elif not helps and self.config.fp16.enabled:
-            story += (
-                f"; the scale of the loss cannot fall below {scale:g}. Lower the learning rate, look at that parameter, or "
-                "train in bf16, which needs no scale"
-            )
-        _LOG.warning(story)
-
     def is_gradient_accumulation_boundary(self) -> bool:
-        return (self.micro_steps + 1) % self.batch.accumulation == 0
+        return self.accumulation.at_boundary
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        return None if self.norm is None else self.norm.total
+        return None if self.stepping.norm is None else self.stepping.norm.total
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep whole gradients to themselves; split ones are summed as always."""
-        before, self.synced = self.synced, False
+        before, self.accumulation.synced = self.accumulation.synced, False
         try:
             yield
         finally:
             running = self.schedule.current
             if running is not None and running.seen_backward:
                 self.passes.close()
-            self.synced = before
+            self.accumulation.synced = before
 
     def gathered(self) -> AbstractContextManager[None]:
         """While open, every parameter can be read and written. All ranks must open it, and write the same."""
@@ -228,10 +208,6 @@ class Engine(nn.Module):
         if self.passes.lent:
             raise UsageError("this cannot be done inside engine.gathered()", fix="do it outside")
 
-    def _completes_step(self) -> bool:
-        every = self.config.naught.reduce_every_micro_batch
-        return self.synced and (every or self.is_gradient_accumulation_boundary())
-
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """An exception ends not only its pass but the whole step, from its first micro-batch on."""
@@ -243,7 +219,7 @@ class Engine(nn.Module):
             if recomputing():  # a checkpoint around the engine ends its recompute so
                 raise
             self.passes.abort()
-            self.micro_steps -= self.micro_steps % self.batch.accumulation
+            self.accumulation.start_over()
             raise
 
 

@@ -294,5 +294,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for part in dataclasses.fields(value):
             yield from _tensors(getattr(value, part.name))
-    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
-        yield from (member for member in vars(value).values() if isinstance(member, Tensor))
+    elif not isinstance(value, type | nn.Module):
+        yield from (member for member in getattr(value, "__dict__", {}).values() if isinstance(member, Tensor))

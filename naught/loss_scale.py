@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["AdaptiveScale", "FixedScale", "LossScale"]
+__all__ = ["AdaptiveScale", "FixedScale", "LossScale", "Unscaled"]
 
 _FACTOR = 2.0
 
@@ -22,10 +22,21 @@ class LossScale(Protocol):
 
 
 @dataclass(frozen=True)
-class FixedScale:
-    """A scale that never changes; 1 for whoever does not scale."""
+class Unscaled:
+    """For whoever does not scale: an overflow has nothing to do with it."""
 
     value: float = 1.0
+
+    def update(self, *, overflow: bool) -> bool:
+        del overflow
+        return True
+
+
+@dataclass(frozen=True)
+class FixedScale:
+    """A scale that never changes."""
+
+    value: float
 
     def update(self, *, overflow: bool) -> bool:
         return not overflow

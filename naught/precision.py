@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from naught.config import Config
 from naught.errors import UsageError
-from naught.loss_scale import AdaptiveScale, FixedScale, LossScale
+from naught.loss_scale import AdaptiveScale, FixedScale, LossScale, Unscaled
 from naught.placement import Placement
 
 __all__ = ["DTYPES", "Precision", "kept_in_fp32", "loss_scale_of", "precision_of"]
@@ -58,7 +58,7 @@ def precision_of(config: Config, accumulation: int) -> Precision:
 def loss_scale_of(config: Config) -> LossScale:
     fp16 = config.fp16
     if not fp16.enabled:
-        return FixedScale()
+        return Unscaled()
     if fp16.loss_scale:
         return FixedScale(fp16.loss_scale)
     return AdaptiveScale(

@@ -31,10 +31,9 @@ _ACTIONS: dict[tuple[Verb, Kind], Callable[[Unit], Callable[[], None]]] = {
 
 
 class Leg(NamedTuple):
-    """The steps up to the anchor of one event, and what they do. The last leg of a program has no event."""
+    """What is to be done up to the anchor of one event. The last leg of a program has no event."""
 
     event: Event | None
-    steps: tuple[Step, ...]
     actions: tuple[Callable[[], None], ...]
 
 
@@ -56,7 +55,7 @@ class Program:
     def _add(self, event: Event | None, steps: list[Step], units: Mapping[str, Unit]) -> None:
         bound = (_ACTIONS.get((step.verb, step.kind)) for step in steps)
         actions = tuple(act(units[step.unit]) for act, step in zip(bound, steps, strict=True) if act is not None)
-        self.legs.append(Leg(event, tuple(steps), actions))
+        self.legs.append(Leg(event, actions))
 
     def find(self, start: int, event: Event) -> int | None:
         """The next leg of an event; mostly it is the very next one."""

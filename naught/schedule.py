@@ -9,7 +9,7 @@ event that the plan does not have ends the replay, on every rank or with an erro
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -55,7 +55,6 @@ class Schedule:
         self.order = list(self.units)
         self.programs: dict[tuple[bool, Pass], Program] = {}
         self.current: _Pass | None = None
-        self.log: deque[Step] = deque(maxlen=4096)  # the latest that was issued, for whoever wants to compare ranks
 
     # --- passes ---
 
@@ -140,7 +139,6 @@ class Schedule:
 
     def _issue_until(self, running: _Pass, program: Program, end: int) -> None:
         for leg in program.legs[running.leg : end]:
-            self.log.extend(leg.steps)
             for act in leg.actions:
                 act()
         running.leg = max(running.leg, end)
@@ -186,7 +184,6 @@ class Schedule:
                 return
 
     def _take_part(self, running: _Pass, step: Step) -> None:
-        self.log.append(step)
         unit = self.units[step.unit]
         if step.verb is Verb.REDUCE:
             unit.reduce()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from naught.comm import Group
 from naught.errors import UsageError
+from naught.husks import check_husks
 from naught.rules import Hyper, Part, Rule
 from naught.unit import Segment, Unit
-from naught.weights import check_husks
 
 __all__ = ["Norm", "UpdateLimits", "tampered", "update"]
 
@@ -80,11 +80,11 @@ def tampered(units: Sequence[Unit]) -> UsageError | None:
     """What users may have done to parameters that makes a step wrong."""
     segments = [segment for unit in units for segment in unit.segments]
     try:
-        check_husks(segment.weights for segment in segments if not segment.weights.bound)
+        check_husks(segment.weights.husks for segment in segments if not segment.weights.bound)
     except UsageError as error:
         return error
     for segment in segments:
-        amiss = segment.weights.amiss()
+        amiss = segment.weights.guard.tell()
         if amiss is not None:
             return amiss
         if not segment.trained:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from naught.comm import Group, Pending
 from naught.errors import UsageError
 from naught.flat import Flat, Meter
+from naught.guard import Guard
 from naught.holding import Buffer
+from naught.husks import Husks
 from naught.layout import Layout
 
-__all__ = ["Weights", "check_husks"]
+__all__ = ["Weights"]
 
 
 class Weights:
-    """Parameters as views of one flat, and this rank's slice of it.
-
-    Absent parameters are husks: NaN of their true shape and type, so that a read is seen, and a write changes the mark
-    that they all point to. Only split weights give their memory back meanwhile.
-    """
+    """Parameters as views of one flat, and this rank's slice of it. While they are absent, parameters are husks; only split
+    weights give their memory back meanwhile."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], layout: Layout, dtype: torch.dtype, group: Group, meter: Meter, *, split: bool
@@ -29,14 +28,10 @@ class Weights:
         self.params, self.layout, self.group, self.split = list(params), layout, group, split
         device = self.params[0].device
         self.flat = Flat(layout, dtype, device, category=Buffer.GATHERED if split else "weights", meter=meter)
-        self.marks = torch.full((len(self.params),), _blank(dtype), dtype=dtype, device=device)
-        self.husks = [mark.expand(slot.shape) for mark, slot in zip(self.marks, layout.slots, strict=True)]
         self.shard = self.flat.slices[group.rank]
         self.bound = False  # the parameters are views of the flat
-        self.versions: list[int] = []  # of split parameters when they were bound
-        self.husk_addresses = [husk.data_ptr() for husk in self.husks]
-        self.addresses: list[int] = []  # where the parameters must be; none while it changes with every gather
-        self.fault: UsageError | None = None  # what was done to the parameters, until it is told
+        self.husks = Husks(layout, dtype, device)
+        self.guard = Guard(self.params, layout)
         self._adopt()
         if split:
             self.shard = self.shard.clone()
@@ -61,28 +56,22 @@ class Weights:
     def bind(self) -> None:
         """Let the parameters be views of the flat."""
         if not self.bound:
-            self.fault = self.fault or self._moved()
+            self.guard.look()
             self._point_to(self.flat.slots)
             self.bound = True
-            if not self.split:
-                self.addresses = [view.data_ptr() for view in self.flat.slots]
             if self.split:
-                self.versions = [param._version for param in self.params]
+                self.guard.forbid_writes()
+            else:
+                self.guard.expect([view.data_ptr() for view in self.flat.slots])
 
     def hide(self) -> None:
         """Leave husks: what the flat holds is not what training has come to."""
-        self._point_to(self.husks)
-        self.addresses = self.husk_addresses
+        self.guard.look()
+        self._point_to(self.husks.tensors)
+        self.guard.expect(self.husks.addresses)
 
     def release(self) -> None:
-        """Free the flat and leave husks. What was written to it meanwhile is lost, and remarked."""
-        if self.bound and self.versions != [param._version for param in self.params]:
-            changed = zip(self.layout.slots, self.params, self.versions, strict=True)
-            name = next(slot.name for slot, param, version in changed if param._version != version)
-            self.fault = UsageError(
-                f'parameter "{name}" was written to inside a pass, and what was written is gone with the gathered weights',
-                fix="write inside engine.gathered()",
-            )
+        """Free the flat and leave husks."""
         self.hide()
         self.flat.free()
 
@@ -104,7 +93,8 @@ class Weights:
             for param, view in zip(self.params, self.flat.slots, strict=True):
                 if param.data_ptr() != view.data_ptr():
                     view.copy_(param.data)
-            self.bound, self.addresses = False, []
+            self.guard.expect([])
+            self.bound = False
             self.bind()
         else:
             shard = self.layout.shard(self.group.rank)
@@ -121,48 +111,8 @@ class Weights:
         if self.split:
             self.flat.meter.change("weights", -self.shard.nbytes)
 
-    def amiss(self) -> UsageError | None:
-        """What somebody has done to the parameters that makes a step wrong."""
-        fault, self.fault = self.fault, None
-        return fault or self._moved()
-
-    def _moved(self) -> UsageError | None:
-        if not self.addresses or self.addresses == [param.data_ptr() for param in self.params]:
-            return None
-        places = zip(self.layout.slots, self.params, self.addresses, strict=True)
-        name = next(slot.name for slot, param, address in places if param.data_ptr() != address)
-        return UsageError(
-            f'parameter "{name}" was moved, converted or given other data after the engine was made',
-            fix="call model.to() or model.half() before naught.initialize, and write inside engine.gathered()",
-        )
-
     def _point_to(self, tensors: Sequence[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
         self.bound = False
-        self.addresses = []
-
-
-def check_husks(everything: Iterable[Weights]) -> None:
-    """Raise if a husk was written to: the write is lost. One look at all marks, for on an accelerator a look is a wait."""
-    everything = list(everything)
-    if not everything or not bool(torch.cat([_written(weights.marks) for weights in everything]).any()):
-        return
-    for weights in everything:
-        written = _written(weights.marks)
-        if bool(written.any()):
-            name = weights.layout.slots[int(written.nonzero()[0])].name
-            weights.marks.fill_(_blank(weights.marks.dtype))
-            raise UsageError(
-                f'parameter "{name}" was written to while it was released',
-                fix="write inside engine.gathered(), or before the engine is made",
-            )
-
-
-def _written(marks: Tensor) -> Tensor:
-    return ~marks.isnan() if marks.is_floating_point() else marks != 0
-
-
-def _blank(dtype: torch.dtype) -> float:
-    """What a husk reads as."""
-    return float("nan") if dtype.is_floating_point else 0.0
+        self.guard.expect([])

@@ -116,7 +116,7 @@ def overflows(stage: int, recipe: dict[str, Any], poison: bool) -> tuple[str, st
         engine.step()
         assert (digest_of_weights(engine), digest_of_moments(engine)) == before
         scales.append(engine.loss_scale.value)
-    engine.loss_scale = start(stage, more=FP16).loss_scale  # the next clean step at the same scale, with and without
+    engine.stepping.scale = start(stage, more=FP16).loss_scale  # the next clean step at the same scale, with and without
     take_steps(engine, 1, first=3)
     return digest_of_weights(engine), digest_of_moments(engine), scales, engine.skipped_steps
 

@@ -1,0 +1,73 @@
+"""Stepping: what follows the last backward of a step. The scale of the loss, the update, the schedule of the rate, and what
+is said of a step that is skipped."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+
+from naught.errors import UsageError
+from naught.loss_scale import LossScale
+from naught.passes import Passes
+from naught.rates import RateSchedule
+from naught.rules import Rule
+from naught.update import Norm, UpdateLimits, update
+
+__all__ = ["Stepping"]
+
+_LOG = logging.getLogger("naught")
+
+
+class Stepping:
+    """Takes the steps of training once their gradients are there, and counts them."""
+
+    def __init__(self, passes: Passes, rule: Rule, limits: UpdateLimits, scale: LossScale, rates: RateSchedule | None) -> None:
+        self.passes, self.rule, self.limits, self.scale, self.rates = passes, rule, limits, scale, rates
+        self.scaled = False  # a loss of this step was multiplied by the scale
+        self.taken = self.skipped = 0
+        self.norm: Norm | None = None  # of the last step; None before the first
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        self.scaled = True
+        return loss if self.scale.value == 1.0 else loss.float() * self.scale.value
+
+    def take(self, hyper: dict[str, Any]) -> None:
+        """Update the weights on all ranks, or skip the step on all."""
+        if self.scale.value != 1.0 and not self.scaled:
+            raise UsageError(
+                "the loss was not scaled before its backward", fix="call engine.backward(loss) or engine.scale(loss).backward()"
+            )
+        self.scaled = False
+        schedule, scale, amiss = self.passes.schedule, self.scale.value, self.passes.amiss()
+        units = list(schedule.units.values())
+        self.norm = update(units, schedule.group, self.rule, hyper, self.limits, scale=scale, amiss=amiss)
+        self.passes.drop_gradients()
+        helps = self.scale.update(overflow=not self.norm.finite)
+        if self.norm.finite or not self.limits.skips:
+            self.taken += 1
+            if self.rates is not None:
+                self.rates.step()
+        else:
+            self.skipped += 1
+            schedule.forget_plans()  # a parameter that the plan does not know to be used reads as NaN: find it
+            _LOG.warning(self._story(self.norm, scale, helps=helps))
+
+    def _story(self, norm: Norm, scale: float, *, helps: bool) -> str:
+        story = f"step {self.taken + 1} was skipped on all ranks: its gradient norm is not finite"
+        if any(unit.placement.param.split for unit in self.passes.schedule.units.values()):
+            story += (
+                ". At stage 3 a parameter that is used outside of the model's own forward (in a loss, in a method that is called "
+                "directly) reads as NaN: use it inside the forward"
+            )
+        if norm.culprit is not None:
+            story += f'; rank {self.passes.schedule.group.rank} has such a gradient of "{norm.culprit}"'
+        if scale != self.scale.value:
+            story += f"; the scale of the loss falls from {scale:g} to {self.scale.value:g}"
+        elif not helps:
+            story += (
+                f"; the scale of the loss cannot fall below {scale:g}. Lower the learning rate, look at that parameter, or "
+                "train in bf16, which needs no scale"
+            )
+        return story
