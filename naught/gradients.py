@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from naught.holding import Buffer
 from naught.layout import Layout
 from naught.placement import Placement
 
-__all__ = ["GradTypes", "Gradients"]
+__all__ = ["Content", "GradTypes", "Gradients"]
 
 
 class GradTypes(NamedTuple):
@@ -24,22 +25,49 @@ class GradTypes(NamedTuple):
     sums: torch.dtype
 
 
+class Content(Enum):
+    """What a flat of gradients holds."""
+
+    NOTHING = auto()
+    OWN = auto()  # this rank's gradients
+    SENT = auto()  # a sum under way
+    SUM = auto()  # a sum over the ranks
+
+
+class _Sum:
+    """A sum that has left its flat, so that the next micro-batch can be added to it."""
+
+    def __init__(self, dtype: torch.dtype, meter: Meter) -> None:
+        self.dtype, self.meter = dtype, meter
+        self.value: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        if self.value is None:
+            self.value = part.to(self.dtype, copy=True)
+            self.meter.change(Buffer.OWNED_GRADS, self.value.nbytes)
+        else:
+            self.value.add_(part)
+
+    def drop(self) -> None:
+        if self.value is not None:
+            self.meter.change(Buffer.OWNED_GRADS, -self.value.nbytes)
+            self.value = None
+
+
 class Gradients:
     """The gradients of a segment on one rank: those being collected, and the sum that waits for the update."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], layout: Layout, types: GradTypes, placement: Placement, group: Group, meter: Meter
     ) -> None:
-        self.params, self.types, self.placement, self.group, self.meter = list(params), types, placement, group, meter
+        self.params, self.placement, self.group = list(params), placement, group
         category = Buffer.GRAD_FLATS if placement.grad.split else Buffer.WHOLE_GRADS
         self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=meter)
-        self.scratch_bytes = group.scratch_bytes(layout.shard_numel, types.flat)
-        self.filled = [False] * len(self.params)
+        self.content = Content.NOTHING
+        self.filled = [False] * len(self.params)  # in the flat
         self.used = [False] * len(self.params)  # on this rank, since the last update
-        self.unsent = False  # the flat holds this rank's own gradients
-        self.summed = False  # the flat holds a sum over the ranks
-        self.owned: Tensor | None = None  # a sum that has left the flat
-        self.under_way: Pending | None = None
+        self.owned = _Sum(types.sums, meter)
+        self.under_way: Pending | None = None  # while the content is sent
 
     @property
     def mine(self) -> Tensor:
@@ -53,7 +81,17 @@ class Gradients:
     @property
     def owned_bytes(self) -> int:
         """Bytes of a sum that has left the flat, on this rank."""
-        return self.kept.numel() * self.types.sums.itemsize
+        return self.kept.numel() * self.owned.dtype.itemsize
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that a reduce needs beside the flat."""
+        return self.group.scratch_bytes(self.mine.numel(), self.flat.tensor.dtype)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether gradients were collected that no reduce has seen."""
+        return self.content is Content.OWN
 
     def is_made(self) -> bool:
         """Whether autograd has made gradients that are not collected yet."""
@@ -63,7 +101,7 @@ class Gradients:
         """Take up one parameter's gradient at once."""
         grad = _made(self.params[index])
         assert grad is not None
-        if self.under_way is not None:
+        if self.content is Content.SENT:
             return  # a late one: the next collect finds it
         self.open()
         if self.filled[index]:
@@ -77,7 +115,7 @@ class Gradients:
         """Take up what autograd has made and nobody has taken: copied into the flat, or added to what is there. While the
         flat is under way, what is made waits for the next time."""
         made = [(index, grad) for index, grad in enumerate(map(_made, self.params)) if grad is not None]
-        if not made or self.under_way is not None:
+        if not made or self.content is Content.SENT:
             return
         self.open()
         slots, filled = self.flat.slots, self.filled
@@ -93,11 +131,11 @@ class Gradients:
 
     def open(self) -> None:
         """Make room for gradients. Another backward before the update: what was summed moves aside."""
-        if self.unsent or self.under_way is not None:
+        if self.content in (Content.OWN, Content.SENT):
             return
-        if self.summed:
+        if self.content is Content.SUM:
             self._set_aside()
-        self.unsent = True
+        self.content = Content.OWN
         self.flat.alloc()
         self.filled = [False] * len(self.filled)
         self.flat.clear_gaps()
@@ -109,8 +147,8 @@ class Gradients:
         for view, filled in zip(self.flat.slots, self.filled, strict=True):
             if not filled:
                 view.zero_()
-        self.meter.change(Buffer.SCRATCH, self.scratch_bytes)
-        self.unsent = False
+        self.flat.meter.change(Buffer.SCRATCH, self.scratch_bytes)
+        self.content = Content.SENT
         self.under_way = self.group.reduce(self.flat.tensor, self.flat.slices, unit)
 
     def settle(self, unit: str) -> None:
@@ -119,44 +157,34 @@ class Gradients:
             return
         self.under_way.wait()
         self.under_way = None
-        self.meter.change(Buffer.SCRATCH, -self.scratch_bytes)
+        self.flat.meter.change(Buffer.SCRATCH, -self.scratch_bytes)
         if not self.placement.optim.split:
             self.group.gather(self.flat.tensor, self.flat.slices, unit).wait()
-        self.summed = True
+        self.content = Content.SUM
         if self.placement.grad.split:
             self._set_aside()
 
     def _set_aside(self) -> None:
-        if self.owned is None:
-            self.owned = self.kept.to(self.types.sums, copy=True)
-            self.meter.change(Buffer.OWNED_GRADS, self.owned.nbytes)
-        else:
-            self.owned.add_(self.kept)
-        self.summed = False
+        self.owned.add(self.kept)
+        self.content = Content.NOTHING
         self.flat.free()
 
     def sum(self) -> Tensor | None:
-        """This rank's part of the summed gradient; None if nothing was reduced."""
-        if not self.summed:
-            return self.owned
-        if self.owned is None:
+        """This rank's part of the summed gradient, brought together; None if nothing was reduced."""
+        if self.content is Content.SUM and self.owned.value is None:
             return self.kept
-        self._set_aside()
-        return self.owned
+        if self.content is Content.SUM:
+            self._set_aside()
+        return self.owned.value
 
     def drop(self) -> None:
         """Let go of this step's gradients."""
-        self._let_go()
-        self.summed = self.unsent = False
+        self.owned.drop()
+        self.content = Content.NOTHING
         self.used = [False] * len(self.used)
         for param in self.params:
             param.grad = None
         self.flat.free()
-
-    def _let_go(self) -> None:
-        if self.owned is not None:
-            self.meter.change(Buffer.OWNED_GRADS, -self.owned.nbytes)
-            self.owned = None
 
 
 def _made(param: nn.Parameter) -> Tensor | None:

@@ -105,6 +105,10 @@ class Schedule:
             placements = {name: unit.placement for name, unit in self.units.items()}
             sizes = {name: unit.sizes() for name, unit in self.units.items()}
             plan = compile_plan(running.events, placements, sizes, budgets=self.budgets, which=running.which)
+            if len(set(self.group.exchange_texts(plan.digest))) > 1:
+                raise ScheduleError(
+                    "the ranks have made different plans of the same record", fix="give all ranks the same budgets"
+                )
             self.programs[running.training, running.which] = Program(plan, self.units)
 
     # --- events ---

@@ -29,6 +29,7 @@ LAYERS = [
         "config.refused",
         "config.types",
         "config.optimizers",
+        "config.observation",
         "config.schema",
         "config.old_names",
         "config.keys",
