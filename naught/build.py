@@ -12,7 +12,9 @@ from torch import nn
 from naught.comm import Group
 from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
+from naught.devices import device_of
 from naught.errors import ModelError, UsageError
+from naught.filling import Filling
 from naught.flat import Meter
 from naught.gradients import GradTypes
 from naught.layout import ALIGN_NUMEL
@@ -116,15 +118,19 @@ def build_units(model: nn.Module, config: Config, precision: Precision, group: G
     rules = UnitRules(frozenset(leaf.classes), frozenset(leaf.names), frozenset(leaf.name_suffixes))
     specs = find_units(describe(model, dtypes), rules)
     placements = _placements(specs, config)
-    units = {"": Unit("", [], placement_of(config))}
-    for spec in specs:
+    filling = Filling(model, device_of(model))
+    last = {spec.name: filling.last_owner([params[param.name] for param in spec.params]) for spec in specs}
+    units = {name: Unit(name, [], placement_of(config)) for name in dict.fromkeys(("", *last))}  # in their own order
+    for spec in sorted(specs, key=lambda spec: last[spec.name]):
+        filling.fill_through(last[spec.name])
         placement, parts = placements[spec.name], []
         for layout in segments(spec, world=group.size).values():
             weights = dtypes[layout.slots[0].name]
             types = Types(weights, GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights)))
-            members = [params[slot.name] for slot in layout.slots]
+            members = [filling.of(params[slot.name]) for slot in layout.slots]
             parts.append(Segment(members, layout, types, placement, group, meter))
         units[spec.name] = Unit(spec.name, parts, placement)
+    filling.fill_rest()
     if not any(unit.trained for unit in units.values()):
         raise ModelError("the model has no parameters to train")
     return units
@@ -132,10 +138,6 @@ def build_units(model: nn.Module, config: Config, precision: Precision, group: G
 
 def _refuse_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if param.is_meta:
-            raise ModelError(
-                f'parameter "{name}" is on the meta device', fix='fill the model first: model.to_empty(device="cpu")'
-            )
         if param.requires_grad and param.dtype not in DTYPES.values():
             raise UsageError(f'"{name}" is {param.dtype}, which is not trained', fix="call model.float() first")
     for name, module in model.named_modules():

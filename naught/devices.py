@@ -17,14 +17,15 @@ __all__ = ["Mark", "allocated_bytes", "device_of", "keep_freed_pages", "mark"]
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device on which a model's parameters lie."""
+    """The one device on which a model's parameters lie, or will lie: the meta device is none."""
     homes: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
-        homes.setdefault(param.device, name)
+        if not param.is_meta:
+            homes.setdefault(param.device, name)
     if len(homes) > 1:
         shown = ", ".join(f'"{name}" on {device}' for device, name in homes.items())
         raise ModelError(f"the model lies on several devices: {shown}", fix='move it to one: model.to("cuda") or model.to("cpu")')
-    return next(iter(homes), torch.device("cpu"))
+    return next(iter(homes), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def allocated_bytes(device: torch.device) -> int | None:

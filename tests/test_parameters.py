@@ -386,12 +386,50 @@ def test_lazy_weights_are_the_same_and_cannot_be_mistaken_until_they_are_fetched
         assert (shown, hidden) == (False, True)
 
 
+def on_meta() -> nn.Module:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+
+    with torch.device("meta"):
+        return Own()
+
+
+def built(name: str, stage: int, *, meta: bool) -> tuple[str, list[float]]:
+    """Weights and losses of a model that was built on the meta device or not."""
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else DEVICE):
+        model = MODELS[name]()
+    if my_rank() == 1:
+        torch.manual_seed(5)  # rank 0's weights are everybody's
+    engine = initialize(model=model, config=config_of(stage))[0]
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return digest_of_weights(engine), take_steps(engine, 3)
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "frozen", "buffers", "skip_connections"])
+def test_a_model_on_the_meta_device_is_filled_as_if_it_had_been_built_in_place(two, name):
+    in_place = two.run(built, name, 0, meta=False)
+    for stage in range(4):
+        assert two.run(built, name, stage, meta=True) == in_place
+
+
+def test_a_model_on_the_meta_device_is_never_whole():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Plain(layers=12)
+    engine = initialize(model=model, config=config_of(3))[0]
+    sizes = [unit.sizes().weights for unit in engine.schedule.units.values()]
+    assert engine.report()["peak"]["gathered weights"] < sum(sizes) / 4
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)), '"0" has sparse gradients'),
         (lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 1)), '"0" rewrites its weights in its forward'),
-        (lambda: nn.Linear(4, 4, device="meta"), '"weight" is on the meta device'),
+        (on_meta, r'"the model" \(Own\) was built on the meta device and cannot fill itself'),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameters to train"),
     ],
 )

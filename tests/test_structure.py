@@ -42,7 +42,7 @@ LAYERS = [
     ["precision"],
     ["devices", "comm.ledger", "comm.wires", "comm.group", "comm", "flat"],
     ["husks", "guard", "weights", "gradients", "rules", "states", "unit"],
-    ["program", "schedule", "hooks", "scout", "agreement", "update", "build", "watch", "passes", "stepping"],
+    ["program", "schedule", "hooks", "scout", "agreement", "update", "filling", "build", "watch", "passes", "stepping"],
     ["engine"],
     ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli", "__main__"],
 ]
@@ -55,6 +55,7 @@ TORCH_ALLOWED = {
         "precision",
         "husks",
         "guard",
+        "filling",
         "stepping",
         "devices",
         "comm.wires",
