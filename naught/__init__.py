@@ -9,10 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from naught import accelerator, comm, ops, utils, zero
+    from naught.accelerator import get_accelerator
     from naught.advice import Advice, advise
+    from naught.arguments import add_config_arguments
+    from naught.comm import init_distributed
     from naught.config import Config
     from naught.config import load as load_config
-    from naught.engine import Engine, initialize
+    from naught.engine import Engine
+    from naught.engine import Engine as DeepSpeedEngine
     from naught.errors import (
         ConfigError,
         ModelError,
@@ -23,67 +28,94 @@ if TYPE_CHECKING:
         ScheduleError,
         UsageError,
     )
+    from naught.errors import ConfigError as DeepSpeedConfigError
     from naught.formulas import recipe
     from naught.job import Job
     from naught.machine import Machine, detect
     from naught.model_names import parse_model
     from naught.modules import plan_for
+    from naught.optimizer import Optimizer
     from naught.showing import show
+    from naught.start import initialize
 
 __version__ = "0.1.0"
+
+# Where each name lives: "module", or "module:name" where it has another name there, or "" for a module itself.
+_HOMES = {
+    "Advice": "advice",
+    "Config": "config",
+    "ConfigError": "errors",
+    "DeepSpeedConfigError": "errors:ConfigError",
+    "DeepSpeedEngine": "engine:Engine",
+    "Engine": "engine",
+    "Job": "job",
+    "Machine": "machine",
+    "ModelError": "errors",
+    "NaughtError": "errors",
+    "Optimizer": "optimizer",
+    "PlacementError": "errors",
+    "PlanError": "errors",
+    "RankMismatch": "errors",
+    "ScheduleError": "errors",
+    "UsageError": "errors",
+    "accelerator": "",
+    "add_config_arguments": "arguments",
+    "advise": "advice",
+    "comm": "",
+    "detect": "machine",
+    "get_accelerator": "accelerator",
+    "init_distributed": "comm",
+    "initialize": "start",
+    "load_config": "config:load",
+    "ops": "",
+    "parse_model": "model_names",
+    "plan_for": "modules",
+    "recipe": "formulas",
+    "show": "showing",
+    "utils": "",
+    "zero": "",
+}
 
 __all__ = [
     "Advice",
     "Config",
     "ConfigError",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
     "Engine",
     "Job",
     "Machine",
     "ModelError",
     "NaughtError",
+    "Optimizer",
     "PlacementError",
     "PlanError",
     "RankMismatch",
     "ScheduleError",
     "UsageError",
     "__version__",
+    "accelerator",
+    "add_config_arguments",
     "advise",
+    "comm",
     "detect",
+    "get_accelerator",
+    "init_distributed",
     "initialize",
     "load_config",
+    "ops",
     "parse_model",
     "plan_for",
     "recipe",
     "show",
+    "utils",
+    "zero",
 ]
-
-_HOMES = {
-    "Advice": "advice",
-    "Config": "config",
-    "ConfigError": "errors",
-    "Engine": "engine",
-    "Job": "job",
-    "Machine": "machine",
-    "ModelError": "errors",
-    "NaughtError": "errors",
-    "PlacementError": "errors",
-    "PlanError": "errors",
-    "RankMismatch": "errors",
-    "ScheduleError": "errors",
-    "UsageError": "errors",
-    "advise": "advice",
-    "detect": "machine",
-    "initialize": "engine",
-    "load_config": "config",
-    "parse_model": "model_names",
-    "plan_for": "modules",
-    "recipe": "formulas",
-    "show": "showing",
-}
 
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'naught' has no attribute {name!r}")
-    return getattr(import_module(f"naught.{home}"), "load" if name == "load_config" else name)
+    module, _, inner = home.partition(":")
+    return getattr(import_module(f"naught.{module}"), inner or name) if module else import_module(f"naught.{name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ __all__ = ["agree", "facts_of"]
 _SHOWN = 4
 
 
-def facts_of(model: nn.Module, config: Config, version: str) -> dict[str, str]:
+def facts_of(model: nn.Module, config: Config, version: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Everything that must be the same on all ranks, each under the name that a user knows it by."""
     facts = {"naught's version": version, "torch's version": torch.__version__}
     facts |= {f"configuration key {path}": value for path, value in _leaves(to_document(config), "")}
@@ -28,6 +28,9 @@ def facts_of(model: nn.Module, config: Config, version: str) -> dict[str, str]:
         tied = keys.setdefault(id(param), name)
         kind = f"{str(param.dtype).removeprefix('torch.')}, {'trained' if param.requires_grad else 'frozen'}"
         facts[f"parameter {at}"] = f'"{name}" {list(param.shape)} {kind}' + (f', tied to "{tied}"' if tied != name else "")
+    for at, group in enumerate(groups):
+        facts |= {f'"{key}" of parameter group {at}': repr(value) for key, value in group.items() if key != "params"}
+        facts[f"members of parameter group {at}"] = ", ".join(keys.get(id(param), "?") for param in group["params"])
     return facts
 
 

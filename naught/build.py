@@ -1,33 +1,33 @@
-"""Build: from a configuration and a model to units, budgets and an update rule; and what cannot be built yet."""
+"""Build: from a configuration and a model to units, budgets and limits; and what cannot be built yet."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from naught.comm import Group
 from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
-from naught.devices import device_of
 from naught.errors import ModelError, UsageError
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.gradients import GradTypes
+from naught.hints import leaf_names
 from naught.layout import ALIGN_NUMEL
+from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Kind, Place, Placement, Tier
 from naught.precision import DTYPES, Precision, kept_in_fp32
-from naught.rates import Groups, RateSchedule
-from naught.rules import RULES, Rule
-from naught.unit import Segment, Types, Unit
+from naught.unit import Home, Segment, Types, Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits
 
-__all__ = ["budgets_of", "build_units", "limits_of", "rates_of", "refuse_what_is_not_there_yet", "rule_of"]
+__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_what_is_not_there_yet"]
 
 _LOG = logging.getLogger("naught")
 
@@ -47,6 +47,19 @@ _HEEDED = (
     "data_types.",
     "communication_data_type",
     "gradient_allreduce_op",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "managed_gradient_accumulation",
+    "dataloader_drop_last",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "comms_logger.",
+    "flops_profiler.",
+    "timers.",
+    "tensorboard.",
+    "csv_monitor.",
+    "wandb.",
     "zero_optimization.stage",
     "zero_optimization.overlap_comm",
     "zero_optimization.leaf_module.",
@@ -62,7 +75,7 @@ _HEEDED = (
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
 )
-_TUNING = ("zero_optimization.", "aio.", "checkpoint.", "steps_per_print", "timers.", "dataloader_drop_last")
+_TUNING = ("zero_optimization.", "aio.", "checkpoint.")
 
 
 def refuse_what_is_not_there_yet(config: Config) -> None:
@@ -95,45 +108,53 @@ def _value(config: Config, path: str) -> Any:
     return value
 
 
-def rule_of(config: Config) -> tuple[Rule, dict[str, Any]]:
-    if config.optimizer is None:
-        raise UsageError("the configuration names no optimizer", fix='add "optimizer": {"type": "AdamW", ...}')
-    hyper = config.optimizer.params.model_dump()
-    return RULES[config.optimizer.type](hyper), hyper
+class Surroundings(NamedTuple):
+    """Among whom, where and counted by whom units live."""
+
+    group: Group
+    device: torch.device
+    meter: Meter
 
 
-def rates_of(config: Config, groups: Groups) -> RateSchedule | None:
-    if config.scheduler is None:
-        return None
-    return RateSchedule(config.scheduler.type, groups, config.scheduler.params.model_dump())
-
-
-def build_units(model: nn.Module, config: Config, precision: Precision, group: Group, meter: Meter) -> dict[str, Unit]:
+def build_units(
+    model: nn.Module, config: Config, precision: Precision, membership: Membership, around: Surroundings
+) -> dict[str, Unit]:
     """Move the model's parameters into the flats of its units. The root is always one, if only to borrow others."""
     _refuse_model(model)
     params = dict(model.named_parameters())
     wide = set(kept_in_fp32(model, config))
     dtypes = {name: param.dtype if param in wide else precision.weights_of(param) for name, param in params.items()}
     leaf = config.zero_optimization.leaf_module
-    rules = UnitRules(frozenset(leaf.classes), frozenset(leaf.names), frozenset(leaf.name_suffixes))
-    specs = find_units(describe(model, dtypes), rules)
+    names = frozenset((*leaf.names, *leaf_names(model)))
+    rules = UnitRules(frozenset(leaf.classes), names, frozenset(leaf.name_suffixes))
+    specs = find_units(describe(model, dtypes, membership.has), rules)
     placements = _placements(specs, config)
-    filling = Filling(model, device_of(model))
+    filling = Filling(model, around.device)
     last = {spec.name: filling.last_owner([params[param.name] for param in spec.params]) for spec in specs}
     units = {name: Unit(name, [], placement_of(config)) for name in dict.fromkeys(("", *last))}  # in their own order
     for spec in sorted(specs, key=lambda spec: last[spec.name]):
         filling.fill_through(last[spec.name])
         placement, parts = placements[spec.name], []
-        for layout in segments(spec, world=group.size).values():
+        for key, layout in segments(spec, world=around.group.size).items():
             weights = dtypes[layout.slots[0].name]
             types = Types(weights, GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights)))
-            members = [filling.of(params[slot.name]) for slot in layout.slots]
-            parts.append(Segment(members, layout, types, placement, group, meter))
+            members = [params[slot.name] for slot in layout.slots]
+            groups = [membership.group_of(param) for param in members] if key.trainable else []
+            parts.append(Segment(list(map(filling.of, members)), layout, groups, types, Home(placement, *around)))
         units[spec.name] = Unit(spec.name, parts, placement)
     filling.fill_rest()
-    if not any(unit.trained for unit in units.values()):
-        raise ModelError("the model has no parameters to train")
+    membership.replace(filling.of)
+    _settle_buffers(model, around.device, config)
     return units
+
+
+def _settle_buffers(model: nn.Module, device: torch.device, config: Config) -> None:
+    """Buffers go where the parameters are, in the precision that is asked for."""
+    dtype = DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -14,7 +14,15 @@ from naught.units import Node, Param
 __all__ = ["describe"]
 
 
-def describe(module: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> Node:
+def _requires_grad(param: nn.Parameter) -> bool:
+    return param.requires_grad
+
+
+def describe(
+    module: nn.Module,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    is_trained: Callable[[nn.Parameter], bool] = _requires_grad,
+) -> Node:
     """A module tree as plain data; a parameter under two names has one key. `dtypes` says which types it is to have."""
     keys: dict[int, int] = {}
 
@@ -24,7 +32,7 @@ def describe(module: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None)
                 f"{name}.{short}".removeprefix("."),
                 _shape(param, f"{name}.{short}".removeprefix(".")),
                 str((dtypes or {}).get(f"{name}.{short}".removeprefix("."), param.dtype)).removeprefix("torch."),
-                param.requires_grad,
+                is_trained(param),
                 keys.setdefault(id(param), len(keys)),
             )
             for short, param in inner.named_parameters(recurse=False)

@@ -11,13 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from naught.accelerator import get_accelerator
 from naught.errors import ModelError
 
-__all__ = ["Mark", "allocated_bytes", "device_of", "keep_freed_pages", "mark"]
+__all__ = ["Mark", "allocated_bytes", "device_for", "keep_freed_pages", "mark"]
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """The one device on which a model's parameters lie, or will lie: the meta device is none."""
+def device_for(model: nn.Module) -> torch.device:
+    """Where a model will be trained: on the accelerator on which it lies, else on this process's, if it has one."""
+    lies = _device_of(model)
+    if lies is not None and lies.type != "cpu":
+        return lies
+    return torch.device(get_accelerator().current_device_name())
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """The one device on which a model's parameters lie; the meta device is none."""
     homes: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         if not param.is_meta:
@@ -25,7 +34,7 @@ def device_of(model: nn.Module) -> torch.device:
     if len(homes) > 1:
         shown = ", ".join(f'"{name}" on {device}' for device, name in homes.items())
         raise ModelError(f"the model lies on several devices: {shown}", fix='move it to one: model.to("cuda") or model.to("cpu")')
-    return next(iter(homes), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return next(iter(homes), None)
 
 
 def allocated_bytes(device: torch.device) -> int | None:

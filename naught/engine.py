@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,155 +10,123 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-import naught
 from naught.accumulation import Accumulation
-from naught.agreement import agree, facts_of
-from naught.build import budgets_of, build_units, limits_of, rates_of, refuse_what_is_not_there_yet, rule_of
-from naught.comm import Group
-from naught.config import Config, Source, derive_batch, load
-from naught.devices import device_of, keep_freed_pages
+from naught.answers import Answers
+from naught.claims import Claims
+from naught.config import Config
+from naught.data import Loader, loader_of
 from naught.errors import ScheduleError, UsageError
-from naught.flat import Meter
-from naught.hooks import recomputing
-from naught.loss_scale import LossScale
-from naught.passes import Passes, refuse_claimed
-from naught.precision import DTYPES, loss_scale_of, precision_of
-from naught.rates import RateSchedule
-from naught.rules import Rule
-from naught.schedule import Schedule
+from naught.hooks import on_gradient, recomputing
+from naught.norms import norms_by_name
+from naught.observing import Observer, StepFacts
+from naught.parking import Parking
+from naught.passes import Passes
+from naught.precision import DTYPES
 from naught.stepping import Stepping
-from naught.watch import Watch
 
-__all__ = ["Engine", "Optimizer", "initialize"]
+__all__ = ["Engine", "engines"]
 
-
-def initialize(*, model: nn.Module, config: Source) -> tuple[Engine, Optimizer, None, RateSchedule | None]:
-    """Split a model as the configuration says. The process group, if there is one, must exist already.
-
-    Returns the engine, its optimizer, a place for a data loader, which is not there yet, and the schedule of the learning
-    rate if the configuration names one: the engine steps it.
-    """
-    loaded = load(config)
-    refuse_what_is_not_there_yet(loaded)
-    refuse_claimed(model)
-    watch = Watch(device_of(model))
-    averages = loaded.gradient_allreduce_op == "mean"
-    group = Group(watch.ledger, watch.device, reduce_numel=loaded.zero_optimization.reduce_bucket_size, averages=averages)
-    agree(group, facts_of(model, loaded, naught.__version__))
-    batch = derive_batch(loaded, group.size)
-    optimizer = Optimizer(*rule_of(loaded))
-    precision = precision_of(loaded, batch.accumulation)
-    units = build_units(model, loaded, precision, group, watch.meter)
-    schedule = Schedule(units, group, budgets_of(loaded, units, precision.weights.itemsize))
-    keep_freed_pages(watch.device)
-    accumulation = Accumulation(batch.accumulation, every=loaded.naught.reduce_every_micro_batch)
-    passes = Passes(model, schedule, watch, accumulation.sums_over_ranks, lazy=loaded.naught.lazy_weights)
-    rates = rates_of(loaded, optimizer.param_groups)
-    limits = limits_of(loaded, precision.weights.itemsize)
-    stepping = Stepping(passes, optimizer.rule, limits, loss_scale_of(loaded), rates)
-    return Engine(model, loaded, accumulation, passes, stepping, optimizer), optimizer, None, rates
+# The engine that trains a parameter, for functions that are given only that.
+engines: Claims[Engine] = Claims()
 
 
-def _to_half(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor
-
-
-class Optimizer:
-    """The update rule and its hyperparameters, in the shape of a torch optimizer."""
-
-    def __init__(self, rule: Rule, hyper: dict[str, Any]) -> None:
-        self.rule = rule
-        self.param_groups: list[dict[str, Any]] = [hyper]
-        self.engine: Engine | None = None
-
-    def step(self) -> None:
-        assert self.engine is not None
-        self.engine.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        assert self.engine is not None
-        self.engine.zero_grad(set_to_none)
-
-
-class Engine(nn.Module):
+class Engine(Answers):
     """A model that trains as its configuration says. Call it, `backward` its loss, and `step`."""
 
     def __init__(
         self,
         module: nn.Module,
-        config: Config,
+        settings: Config,
         accumulation: Accumulation,
         passes: Passes,
         stepping: Stepping,
-        optimizer: Optimizer,
+        observer: Observer,
     ) -> None:
         super().__init__()
-        self.module, self.config, self.accumulation = module, config, accumulation
-        self.passes, self.stepping, self.optimizer = passes, stepping, optimizer
+        self.module, self.settings, self.accumulation = module, settings, accumulation
+        self.passes, self.stepping, self.observer = passes, stepping, observer
+        self.parking = Parking(passes.schedule.units.values())
+        self.training_dataloader: Loader | None = None  # None: no training_data was given
+        self.divides = True  # a gradient that reaches an output is divided by the number of micro-batches
         self.destroyed = False
-        optimizer.engine = self
+        engines.claim(passes.homes, self)
+        if stepping.optimizer is not None:
+            stepping.optimizer.trainer = self
 
-    @property
-    def schedule(self) -> Schedule:
-        return self.passes.schedule
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
 
-    @property
-    def watch(self) -> Watch:
-        return self.passes.watch
-
-    @property
-    def meter(self) -> Meter:
-        return self.watch.meter
-
-    @property
-    def lr_scheduler(self) -> RateSchedule | None:
-        return self.stepping.rates
-
-    @property
-    def loss_scale(self) -> LossScale:
-        return self.stepping.scale
-
-    @property
-    def micro_steps(self) -> int:
-        return self.accumulation.micro_steps
-
-    @property
-    def global_steps(self) -> int:
-        return self.stepping.taken
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.stepping.skipped
+    # --- training ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cast = self.config.torch_autocast
-        if self.config.fp16.auto_cast:
+        cast = self.settings.torch_autocast
+        if self.settings.fp16.auto_cast:
             args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
-        with self._all_or_nothing(), torch.autocast(self.watch.device.type, DTYPES[cast.dtype], enabled=cast.enabled):
-            return self.module(*args, **kwargs)
+        with (
+            self._all_or_nothing(),
+            torch.autocast(self.device.type, DTYPES[cast.dtype], enabled=cast.enabled),
+            self.observer.forward(self.module, self.global_steps + 1),
+        ):
+            output = self.module(*args, **kwargs)
+            if self.accumulation.steps > 1 and torch.is_grad_enabled():
+                on_gradient(output, self._share)
+            return output
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients of a micro-batch. The loss is divided by the number of micro-batches in a step, and multiplied
-        by the scale of the loss."""
-        with self._all_or_nothing(), _explaining():
-            torch.autograd.backward(self.scale(loss / self.accumulation.steps))
+    def _share(self, grad: Tensor) -> Tensor:
+        """A micro-batch's share in the gradient of a step, where a user's own backward begins."""
+        return grad / self.accumulation.steps if self.divides else grad
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute gradients of a micro-batch. The loss is divided by the number of micro-batches in a step, unless told
+        otherwise, and multiplied by the scale of the loss. Returns it divided, without the scale."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UsageError(f"the loss is {what}, not one number", fix="take its mean or its sum first")
+        share = loss / self.accumulation.steps if scale_wrt_gas else loss
+        self.divides = False
+        try:
+            with self._all_or_nothing(), _explaining():
+                torch.autograd.backward(self.scale(share), retain_graph=retain_graph)
+        finally:
+            self.divides = True
+        self.accumulation.backward()
+        self.observer.lost(loss)
+        return share.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as its own `backward()` needs it under fp16: `engine.scale(loss).backward()`."""
         return self.stepping.scale_loss(loss)
 
-    def step(self) -> None:
-        """Update the weights if this micro-batch completes a step."""
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Update the weights if this micro-batch completes a step, and then the learning rate."""
         self._refuse_inside_gathered()
         with self._all_or_nothing():
             if self.accumulation.at_boundary:
                 self.passes.complete()
                 self.watch.enter("step")
-                self.stepping.take(self.optimizer.param_groups[0])
+                self.stepping.take(**(lr_kwargs or {}))
                 self.watch.after("step")
+                self.accumulation.samples += self.accumulation.batch.train
+                self.observer.stepped(self._facts())
             else:
                 self.passes.close()
-        self.accumulation.micro_steps += 1
+        self.accumulation.step()
+
+    def _facts(self) -> StepFacts:
+        return StepFacts(
+            step=self.global_steps,
+            samples=self.global_samples,
+            skipped=self.skipped_steps,
+            rates=self.get_lr(),
+            scale=self.loss_scale.value,
+            norm=self.get_global_grad_norm(),
+            micro_batches=self.gradient_accumulation_steps(),
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients of this step so far. Between the micro-batches of a step this does nothing, as with
@@ -167,14 +135,17 @@ class Engine(nn.Module):
         if self.accumulation.at_start:
             self.passes.drop_gradients()
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.accumulation.at_boundary
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the micro-batch under way is the last of its step. From here on the caller counts, not the engine."""
+        self.accumulation.declared = is_boundary
 
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of samples in a step, by another number of micro-batches. Between steps."""
+        self.accumulation.resize(train=train_batch_size)
 
-    def get_global_grad_norm(self) -> float | None:
-        return None if self.stepping.norm is None else self.stepping.norm.total
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another number of samples in a micro-batch, and as many times more in a step. Between steps."""
+        self.accumulation.resize(micro=micro_batch_size)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -188,21 +159,86 @@ class Engine(nn.Module):
                 self.passes.close()
             self.accumulation.synced = before
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """While open, every parameter can be read and written. All ranks must open it, and write the same."""
-        return nullcontext() if self.destroyed else self.passes.lending()
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> Loader:
+        """Batches of this rank's share of a dataset, of the micro-batch's size unless told otherwise."""
+        return loader_of(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self.global_rank,
+            world=self.world_size,
+            collate_fn=collate_fn,
+            sampler=data_sampler,
+            num_workers=num_local_io_workers,
+            pin_memory=pin_memory,
+            drop_last=self.settings.dataloader_drop_last,
+        )
+
+    # --- what is inside ---
+
+    def gathered(
+        self, params: Iterable[nn.Parameter] | None = None, *, writer: int | None = None
+    ) -> AbstractContextManager[None]:
+        """While open, these parameters, or all, can be read and written. All ranks must open it, and write the same,
+        unless one rank is the writer: then what that one writes is kept."""
+        return nullcontext() if self.destroyed else self.passes.lending(params, writer)
+
+    def grad_norms(self) -> dict[str, float]:
+        """The norm of each parameter's gradient, by name, between backward and step. All ranks must ask."""
+        self.passes.complete()
+        return norms_by_name(self.schedule.units.values(), self.schedule.group, self.loss_scale.value)
 
     def report(self) -> dict[str, Any]:
         """What this rank has sent, holds and spends: bytes by collective, unit and phase; bytes now, at the peak, and after
         each phase of the last step, by category; seconds by phase, on an accelerator its own."""
         return self.watch.report() | {"steps": self.global_steps, "skipped": self.skipped_steps}
 
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Compile the forward of every unit by itself: the weights of one come and go between two graphs."""
+        modules = dict(self.module.named_modules())
+        blocks = [modules[name] for name in self.schedule.units if name] or [self.module]
+        for block in blocks:
+            block.compile(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(module._compiled_call_impl is not None for module in self.module.modules())
+
+    def offload_states(
+        self,
+        include: Sequence[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states, all or those of some kinds, from the device to host memory until reload_states()."""
+        del pin_memory, non_blocking
+        self._refuse_inside_gathered()
+        self.passes.close()
+        self.parking.park(include, device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        del non_blocking
+        self.parking.fetch()
+
     def destroy(self) -> None:
         """Give the model whole weights of its own again, and let go of everything. The engine is of no use afterwards."""
         self._refuse_inside_gathered()
         if not self.destroyed:
+            self.parking.fetch()
             self.destroyed = True
+            engines.drop(self.passes.homes)
             self.passes.remove()
+            self.observer.close()
+            if self.optimizer is not None:
+                self.optimizer.destroy()
 
     def _refuse_inside_gathered(self) -> None:
         if self.passes.lent:
@@ -213,6 +249,8 @@ class Engine(nn.Module):
         """An exception ends not only its pass but the whole step, from its first micro-batch on."""
         if self.destroyed:
             raise UsageError("the engine was destroyed", fix="make another one with naught.initialize")
+        if self.parking.parked:
+            raise UsageError("the engine's states are away", fix="call engine.reload_states() first")
         try:
             yield
         except BaseException:
@@ -221,6 +259,10 @@ class Engine(nn.Module):
             self.passes.abort()
             self.accumulation.start_over()
             raise
+
+
+def _to_half(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor
 
 
 @contextmanager

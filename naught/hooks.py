@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from naught.steps import Moment
 
-__all__ = ["Hooks", "Listener", "keep_out_of_graphs", "recomputing"]
+__all__ = ["Hooks", "Listener", "keep_out_of_graphs", "on_gradient", "recomputing"]
 
 
 class Listener(Protocol):
@@ -121,6 +121,11 @@ class Hooks:
         borrower = self.stack[-1] if self.stack else ""
         self.borrowed.setdefault(borrower, []).append(unit)
         self.listener.happened(Moment.ENTER, unit)
+
+    def expect_loan(self, borrower: str, unit: str) -> None:
+        """A unit will use this one, as its user has said."""
+        if borrower != unit and unit not in self.borrowed.setdefault(borrower, []):
+            self.borrowed[borrower].append(unit)
 
     def _say(self, moment: Moment, unit: str) -> None:
         self.listener.happened(moment, unit)
@@ -247,6 +252,12 @@ class Hooks:
                 self._say_grad(unit)
 
         return fire
+
+
+def on_gradient(output: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Let a gradient that reaches a model's output be changed before it goes on."""
+    for tensor in _inside_graph(output):
+        tensor.register_hook(change)  # type: ignore[no-untyped-call]
 
 
 def keep_out_of_graphs() -> None:

@@ -6,7 +6,7 @@ All ranks see the same overflows, so all have the same scale.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 __all__ = ["AdaptiveScale", "FixedScale", "LossScale", "Unscaled"]
 
@@ -17,6 +17,9 @@ class LossScale(Protocol):
     @property
     def value(self) -> float: ...
 
+    @property
+    def adapts(self) -> bool: ...
+
     def update(self, *, overflow: bool) -> bool:
         """A step is over. False if it overflowed and the scale can fall no further: scaling will not help."""
 
@@ -26,6 +29,7 @@ class Unscaled:
     """For whoever does not scale: an overflow has nothing to do with it."""
 
     value: float = 1.0
+    adapts: ClassVar[bool] = False
 
     def update(self, *, overflow: bool) -> bool:
         del overflow
@@ -37,6 +41,7 @@ class FixedScale:
     """A scale that never changes."""
 
     value: float
+    adapts: ClassVar[bool] = False
 
     def update(self, *, overflow: bool) -> bool:
         return not overflow
@@ -58,6 +63,7 @@ class AdaptiveScale:
     steps: int = 0
     last_overflow: int = -1
     forgiveness: int = field(init=False)
+    adapts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.forgiveness = self.hysteresis

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
+from naught.claims import Claims
 from naught.errors import UsageError
+from naught.hints import loans_of
 from naught.hooks import Hooks, keep_out_of_graphs
 from naught.schedule import Schedule
 from naught.scout import Scout
@@ -18,7 +19,10 @@ from naught.unit import Unit
 from naught.update import tampered
 from naught.watch import Watch
 
-__all__ = ["Passes", "refuse_claimed"]
+__all__ = ["Passes", "claimed"]
+
+# Models live on with the hooks of their engine: these claims end with destroy().
+claimed: Claims[Passes] = Claims()
 
 _LARGE_BYTES = 1 << 16
 
@@ -35,7 +39,7 @@ class Passes:
             name for name, unit in schedule.units.items() if unit.placement.param.split or (lazy and unit.placement.optim.split)
         }
         self.summed = False  # no gradient of this step waits to be summed over the ranks
-        self.lent = False  # the parameters are the user's for a while
+        self.lent: set[str] = set()  # units whose parameters are the user's for a while
         self.recording = ExitStack()  # holds a scout while a forward is recorded
         self.homes = {
             param: unit.name for unit in schedule.units.values() for segment in unit.segments for param in segment.weights.params
@@ -49,7 +53,7 @@ class Passes:
             for index, param in enumerate(segment.weights.params)
             if param.nbytes >= _LARGE_BYTES
         }
-        _claim(self.homes)
+        claimed.claim(self.homes, self)
         self.places = [
             (inner._parameters, short, param)
             for inner in module.modules()
@@ -60,6 +64,9 @@ class Passes:
         frozen = {name for name, unit in schedule.units.items() if not unit.trained}
         inner = {name: modules[name] for name in schedule.units}
         self.hooks = Hooks(module, inner, self, frozen=frozen, large=self.large)
+        for name, param in loans_of(module):
+            if param in self.homes:
+                self.hooks.expect_loan(_unit_around(name, schedule.units), self.homes[param])
 
     # --- what the hooks say ---
 
@@ -120,7 +127,7 @@ class Passes:
         self._refuse_absent("load the state_dict inside engine.gathered()")
 
     def _refuse_absent(self, fix: str) -> None:
-        if not self.lent and any(not unit.present for unit in self.schedule.units.values()):
+        if any(not unit.present and name not in self.lent for name, unit in self.schedule.units.items()):
             raise UsageError("the parameters are not here: each rank keeps its part of them", fix=fix)
 
     # --- what the engine says ---
@@ -173,28 +180,37 @@ class Passes:
         self.watch.rest()
 
     @contextmanager
-    def lending(self) -> Iterator[None]:
-        """While open, every parameter is whole and the user's. Within itself it is open already."""
-        if self.lent:
+    def lending(self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None) -> Iterator[None]:
+        """While open, the units of these parameters, or all, are whole and the user's. What the writer's rank has written
+        is kept; without one, all ranks must write the same. Within itself it is open already."""
+        names = (
+            self.schedule.order if params is None else [name for name in self.schedule.order if name in self._units_of(params)]
+        )
+        units = [self.schedule.units[name] for name in names if name not in self.lent]
+        if not units:
             yield
             return
         running = self.schedule.current
         if running is not None and (running.seen_backward or not running.training):
             self.close()
-        units = list(self.schedule.units.values())
         self.schedule.group.raise_together(tampered(units))
         held = self._held_anywhere(units)
         for unit in units:
             unit.lend()
-        self.lent = True
+        self.lent |= {unit.name for unit in units}
         try:
             yield
         finally:
-            self.lent = False
+            self.lent -= {unit.name for unit in units}
             for unit in units:
+                if writer is not None:
+                    unit.spread(writer)
                 unit.take_back()
             for unit in held:  # a pass that is still open counts on them
                 unit.fetch()
+
+    def _units_of(self, params: Iterable[nn.Parameter]) -> set[str]:
+        return {self.homes[param] for param in params}
 
     def _held_anywhere(self, units: Sequence[Unit]) -> list[Unit]:
         """Split units that some rank holds, or has begun to gather, for the backward that is to come."""
@@ -213,30 +229,14 @@ class Passes:
             for segment in unit.segments:
                 segment.close()
         self.hooks.remove()
-        _disclaim(self.homes)
+        claimed.drop(self.homes)
         self.homes.clear()
         self.places.clear()
         self.large.clear()
 
 
-# Parameters that an engine trains, by id: a second engine must not take them.
-_CLAIMED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-
-
-def _claim(params: Mapping[nn.Parameter, str]) -> None:
-    _CLAIMED.update({id(param): param for param in params})
-
-
-def _disclaim(params: Mapping[nn.Parameter, str]) -> None:
-    for param in params:
-        _CLAIMED.pop(id(param), None)
-
-
-def refuse_claimed(module: nn.Module) -> None:
-    """Two engines cannot train one model."""
-    for name, param in module.named_parameters():
-        if _CLAIMED.get(id(param)) is param:
-            raise UsageError(
-                f'parameter "{name}" belongs to another engine already',
-                fix="call destroy() on that engine, or make the model anew",
-            )
+def _unit_around(module: str, units: Collection[str]) -> str:
+    """The innermost unit that a module lies in."""
+    while module not in units:
+        module = module.rpartition(".")[0]
+    return module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,17 +14,22 @@ Hyper = Mapping[str, Any]
 
 
 class Part(NamedTuple):
-    """Neighbouring elements that are updated alike: weights, their gradient, what the rule remembers of them, and the
-    count that this step has reached."""
+    """Neighbouring elements that are updated alike: weights, their gradient, what the rule remembers of each and of all of
+    them, the count that this step has reached, and the parameter group whose hyperparameters hold."""
 
     weights: Tensor
     grads: Tensor
     states: Mapping[str, Tensor]
+    numbers: dict[str, Any]
     step: int
+    group: int
 
 
 class Rule(Protocol):
-    """What an optimizer must be to work on slices of flats: a function of single elements."""
+    """What an optimizer must be to work on slices of flats: a function of single elements. One that remembers numbers of
+    its own of every parameter takes them up one by one, `apart`; else neighbours make one part."""
+
+    apart: bool
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         """What the rule remembers, and the number that it starts from."""
@@ -33,21 +38,23 @@ class Rule(Protocol):
 
 
 class Adam:
-    """Adam by torch's fused kernels: with decoupled weight decay, or with a decay that is part of the gradient."""
+    """Adam by torch's fused kernels: with decoupled weight decay, or with a decay that is part of the gradient. A
+    hyperparameter says which; configurations and torch have different names for it."""
 
-    def __init__(self, *, decoupled: bool) -> None:
-        self.kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    apart = False
+
+    def __init__(self, decoupled: str = "adam_w_mode") -> None:
+        self.decoupled = decoupled
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         del hyper
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def update(self, parts: Sequence[Part], hyper: Hyper) -> None:
-        if not parts:
-            return
         beta1, beta2 = hyper["betas"]
         counts = {part.step: torch.full((), float(part.step), device=part.weights.device) for part in parts}
-        self.kernel(
+        kernel = torch._fused_adamw_ if hyper[self.decoupled] else torch._fused_adam_
+        kernel(
             [part.weights for part in parts],
             [part.grads for part in parts],
             [part.states["exp_avg"] for part in parts],
@@ -69,24 +76,28 @@ class Adam:
 class Sgd:
     """Gradient descent with momentum, as torch.optim.SGD computes it."""
 
+    apart = False
+
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         return {"momentum_buffer": 0.0} if hyper["momentum"] else {}
 
     def update(self, parts: Sequence[Part], hyper: Hyper) -> None:
-        for weights, grads, states, step in parts:
-            change = grads.add(weights, alpha=hyper["weight_decay"]) if hyper["weight_decay"] else grads
+        for part in parts:
+            change = _decayed(part, hyper)
             if hyper["momentum"]:
-                buffer = states["momentum_buffer"]
-                if step == 1:
+                buffer = part.states["momentum_buffer"]
+                if part.step == 1:
                     buffer.copy_(change)
                 else:
                     buffer.mul_(hyper["momentum"]).add_(change, alpha=1 - hyper["dampening"])
                 change = change.add(buffer, alpha=hyper["momentum"]) if hyper["nesterov"] else buffer
-            weights.add_(change, alpha=-hyper["lr"])
+            part.weights.add_(change, alpha=-hyper["lr"])
 
 
 class Lion:
     """The sign of an interpolation between moment and gradient, with decoupled decay."""
+
+    apart = False
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         del hyper
@@ -94,32 +105,33 @@ class Lion:
 
     def update(self, parts: Sequence[Part], hyper: Hyper) -> None:
         beta1, beta2 = hyper["betas"]
-        for weights, grads, states, _ in parts:
-            moment = states["exp_avg"]
-            weights.mul_(1 - hyper["lr"] * hyper["weight_decay"])
-            weights.add_(moment.lerp(grads, 1 - beta1).sign_(), alpha=-hyper["lr"])
-            moment.lerp_(grads, 1 - beta2)
+        for part in parts:
+            moment = part.states["exp_avg"]
+            part.weights.mul_(1 - hyper["lr"] * hyper["weight_decay"])
+            part.weights.add_(moment.lerp(part.grads, 1 - beta1).sign_(), alpha=-hyper["lr"])
+            moment.lerp_(part.grads, 1 - beta2)
 
 
 class Adagrad:
     """Descent scaled by the root of the sum of squares, as torch.optim.Adagrad computes it."""
 
+    apart = False
+
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         return {"sum": hyper["initial_accumulator_value"]}
 
     def update(self, parts: Sequence[Part], hyper: Hyper) -> None:
-        for weights, grads, states, step in parts:
-            change = grads.add(weights, alpha=hyper["weight_decay"]) if hyper["weight_decay"] else grads
-            total = states["sum"].addcmul_(change, change, value=1)
-            rate = hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"])
-            weights.addcdiv_(change, total.sqrt().add_(hyper["eps"]), value=-rate)
+        for part in parts:
+            change = _decayed(part, hyper)
+            total = part.states["sum"].addcmul_(change, change, value=1)
+            rate = hyper["lr"] / (1 + (part.step - 1) * hyper["lr_decay"])
+            part.weights.addcdiv_(change, total.sqrt().add_(hyper["eps"]), value=-rate)
+
+
+def _decayed(part: Part, hyper: Hyper) -> Tensor:
+    """The gradient with the decay of the weights as a part of it."""
+    return part.grads.add(part.weights, alpha=hyper["weight_decay"]) if hyper["weight_decay"] else part.grads
 
 
 # By the names of a configuration.
-RULES: Mapping[str, Callable[[Hyper], Rule]] = {
-    "AdamW": lambda hyper: Adam(decoupled=hyper["adam_w_mode"]),
-    "Adam": lambda hyper: Adam(decoupled=hyper["adam_w_mode"]),
-    "SGD": lambda _: Sgd(),
-    "Lion": lambda _: Lion(),
-    "Adagrad": lambda _: Adagrad(),
-}
+RULES: Mapping[str, Rule] = {"AdamW": Adam(), "Adam": Adam(), "SGD": Sgd(), "Lion": Lion(), "Adagrad": Adagrad()}

@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from naught.comm import Group
 from naught.flat import Meter
-from naught.layout import Layout, Slot, Span
-from naught.rules import Part
+from naught.layout import Layout, Slot, Span, intersect
+from naught.rules import Hyper, Part, Rule
 
-__all__ = ["States"]
+__all__ = ["States", "Updating"]
+
+
+class Updating(NamedTuple):
+    """How an update works: by a rule, with the hyperparameters of each parameter group, on so many elements at a time."""
+
+    rule: Rule
+    hypers: Sequence[Hyper]
+    most_numel: int
 
 
 class _Alike(NamedTuple):
-    """Neighbouring slots that have had the same number of updates, in coordinates of the part that is updated."""
+    """Neighbouring slots that are updated alike, in coordinates of the part of the flat that this rank updates."""
 
     span: Span
+    first: int  # of the slots
     step: int
+    group: int
 
 
 class States:
-    """Moments of the part of a flat that this rank updates, made when they are first needed."""
+    """Moments of the part of a flat that this rank updates, made when they are first needed. `groups` says which parameter
+    group each slot belongs to."""
 
-    def __init__(self, layout: Layout, owned: Span, meter: Meter) -> None:
-        self.layout, self.owned, self.meter = layout, owned, meter
+    def __init__(self, layout: Layout, owned: Span, groups: Sequence[int], meter: Meter) -> None:
+        self.layout, self.owned, self.groups, self.meter = layout, owned, list(groups), meter
         self.moments: dict[str, Tensor] = {}
         self.masters: Tensor | None = None  # None: the weights themselves have 32 bits
         self.steps = [0] * len(layout.slots)
+        self.numbers: list[dict[str, Any]] = [{} for _ in layout.slots]  # what a rule keeps of whole parameters
 
-    def keep_masters(self, weights: Sequence[Tensor], group: Group) -> None:
+    def keep_masters(self, weights: Sequence[Tensor], group: Group, device: torch.device) -> None:
         """Keep 32-bit masters of this rank's part, from weights that no rounding has touched yet, as rank 0 has them."""
-        whole = torch.zeros(self.layout.numel, dtype=torch.float32, device=weights[0].device)
+        whole = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         for slot, weight in zip(self.layout.slots, weights, strict=True):
             whole[slot.span.start : slot.span.stop].copy_(weight.reshape(-1))
         group.spread(whole)
         self.masters = whole[self.owned.start : self.owned.stop].clone()
         self.meter.change("masters", self.masters.nbytes)
+
+    def follow(self, weights: Tensor) -> None:
+        """Somebody has written to the weights: where they are not what the masters round to, the masters are theirs."""
+        if self.masters is not None:
+            theirs = weights != self.masters.to(weights.dtype)
+            self.masters[theirs] = weights[theirs].float()
 
     def let_go(self) -> None:
         self.meter.change("states", -sum(moment.nbytes for moment in self.moments.values()))
@@ -48,38 +66,52 @@ class States:
             self.meter.change("masters", -self.masters.nbytes)
             self.masters = None
 
-    def due(
-        self, initial: Mapping[str, float], weights: Tensor, grads: Tensor, *, used: Sequence[bool], most_numel: int
-    ) -> Iterator[Part]:
-        """What an update of the used slots works on, at most so many elements in a part. Counts the update."""
-        if not self.moments:
-            self.moments = {name: torch.full_like(weights, start, dtype=torch.float32) for name, start in initial.items()}
-            self.meter.change("states", sum(moment.nbytes for moment in self.moments.values()))
-        if all(used) and self.steps.count(self.steps[0]) == len(self.steps):  # as mostly
-            runs = [_Alike(Span(0, self.owned.numel), self.steps[0] + 1)]
-        else:
-            runs = self._alike(used)
+    def part_of(self, index: int) -> Span:
+        """What this rank updates of a slot, in coordinates of what it updates of the flat; maybe nothing."""
+        common = intersect(self.layout.slots[index].span, self.owned) or Span(self.owned.start, self.owned.start)
+        return Span(common.start - self.owned.start, common.stop - self.owned.start)
+
+    def due(self, how: Updating, weights: Tensor, grads: Tensor, used: Sequence[bool]) -> Iterator[Part]:
+        """What an update of the used slots works on. Counts the update."""
+        self._remember(how, weights)
         target = weights if self.masters is None else self.masters
-        for span, step in runs:
-            for start in range(span.start, span.stop, most_numel):
-                stop = min(start + most_numel, span.stop)
+        for span, first, step, group in self._runs(used, apart=how.rule.apart):
+            stride = span.numel if how.rule.apart else how.most_numel
+            for start in range(span.start, span.stop, stride):
+                stop = min(start + stride, span.stop)
                 moments = {name: moment[start:stop] for name, moment in self.moments.items()}
-                yield Part(target[start:stop], grads[start:stop], moments, step)
+                yield Part(target[start:stop], grads[start:stop], moments, self.numbers[first], step, group)
         self.steps = [step + was_used for step, was_used in zip(self.steps, used, strict=True)]
 
-    def _alike(self, used: Sequence[bool]) -> list[_Alike]:
-        """Runs of used slots with one count."""
-        runs: list[_Alike] = []
-        # Zeros between the slots stay zero under every rule, so a run may go over them.
-        for (slot, was_used), count in zip(zip(self.layout.slots, used, strict=True), self.steps, strict=True):
-            start, stop = max(slot.span.start, self.owned.start), min(slot.span.stop, self.owned.stop)
-            if start >= stop or not was_used:
+    def _remember(self, how: Updating, weights: Tensor) -> None:
+        """Make the moments that the rule wants and are not there: also later, when a hyperparameter asks for one more."""
+        wanted = {group: how.rule.states(how.hypers[group]) for group in dict.fromkeys(self.groups)}
+        for name in dict.fromkeys(name for initial in wanted.values() for name in initial):
+            if name in self.moments:
                 continue
-            span = Span(start - self.owned.start, stop - self.owned.start)
-            if runs and runs[-1].step == count + 1 and self._adjoins(runs[-1].span.stop + self.owned.start, slot):
-                runs[-1] = _Alike(Span(runs[-1].span.start, span.stop), count + 1)
+            moment = self.moments[name] = torch.zeros_like(weights, dtype=torch.float32)
+            self.meter.change("states", moment.nbytes)
+            for index, group in enumerate(self.groups):
+                if wanted[group].get(name):
+                    moment[slice(*self.part_of(index))] = wanted[group][name]
+
+    def _runs(self, used: Sequence[bool], *, apart: bool) -> Sequence[_Alike]:
+        """Runs of used slots with one count and one group."""
+        whole = not apart and all(used)
+        if whole and _is_one(self.steps) and _is_one(self.groups):  # as mostly
+            return [_Alike(Span(0, self.owned.numel), 0, self.steps[0] + 1, self.groups[0])]
+        runs: list[_Alike] = []
+        for index, (slot, was_used) in enumerate(zip(self.layout.slots, used, strict=True)):
+            span = self.part_of(index)
+            if not span.numel or not was_used:
+                continue
+            alike = _Alike(span, index, self.steps[index] + 1, self.groups[index])
+            before = runs[-1] if runs and not apart else None
+            # Zeros between the slots stay zero under every rule, so a run may go over them.
+            if before and before[2:] == alike[2:] and self._adjoins(before.span.stop + self.owned.start, slot):
+                runs[-1] = before._replace(span=Span(before.span.start, span.stop))
             else:
-                runs.append(_Alike(span, count + 1))
+                runs.append(alike)
         return runs
 
     def _adjoins(self, end: int, slot: Slot) -> bool:
@@ -87,3 +119,7 @@ class States:
         return slot.span.start - end < self.layout.align and not any(
             end <= other.span.start < slot.span.start and other.span.numel for other in self.layout.slots
         )
+
+
+def _is_one(values: Sequence[int]) -> bool:
+    return values.count(values[0]) == len(values)

@@ -4,27 +4,35 @@ is said of a step that is skipped."""
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from naught.errors import UsageError
 from naught.loss_scale import LossScale
+from naught.optimizer import Optimizer
 from naught.passes import Passes
-from naught.rates import RateSchedule
-from naught.rules import Rule
+from naught.states import Updating
 from naught.update import Norm, UpdateLimits, update
 
-__all__ = ["Stepping"]
+__all__ = ["Scheduler", "Stepping"]
 
 _LOG = logging.getLogger("naught")
+
+
+class Scheduler(Protocol):
+    """What the engine calls of a schedule: ours, torch's, or a user's own."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Stepping:
     """Takes the steps of training once their gradients are there, and counts them."""
 
-    def __init__(self, passes: Passes, rule: Rule, limits: UpdateLimits, scale: LossScale, rates: RateSchedule | None) -> None:
-        self.passes, self.rule, self.limits, self.scale, self.rates = passes, rule, limits, scale, rates
+    def __init__(
+        self, passes: Passes, optimizer: Optimizer | None, limits: UpdateLimits, scale: LossScale, rates: Scheduler | None
+    ) -> None:
+        self.passes, self.optimizer, self.limits, self.scale, self.rates = passes, optimizer, limits, scale, rates
         self.scaled = False  # a loss of this step was multiplied by the scale
         self.taken = self.skipped = 0
         self.norm: Norm | None = None  # of the last step; None before the first
@@ -33,8 +41,18 @@ class Stepping:
         self.scaled = True
         return loss if self.scale.value == 1.0 else loss.float() * self.scale.value
 
-    def take(self, hyper: dict[str, Any]) -> None:
-        """Update the weights on all ranks, or skip the step on all."""
+    @property
+    def applied(self) -> bool:
+        """Whether the last step changed the weights."""
+        return self.norm is not None and (self.norm.finite or not self.limits.skips)
+
+    def take(self, **rate_arguments: Any) -> None:
+        """Update the weights on all ranks, or skip the step on all. Arguments are for the schedule of the rate."""
+        if self.optimizer is None:
+            raise UsageError(
+                "the engine was made without an optimizer",
+                fix='give naught.initialize one, or name one in the configuration: "optimizer": {"type": "AdamW"}',
+            )
         if self.scale.value != 1.0 and not self.scaled:
             raise UsageError(
                 "the loss was not scaled before its backward", fix="call engine.backward(loss) or engine.scale(loss).backward()"
@@ -42,13 +60,15 @@ class Stepping:
         self.scaled = False
         schedule, scale, amiss = self.passes.schedule, self.scale.value, self.passes.amiss()
         units = list(schedule.units.values())
-        self.norm = update(units, schedule.group, self.rule, hyper, self.limits, scale=scale, amiss=amiss)
+        how = Updating(self.optimizer.rule, self.optimizer.param_groups, self.limits.part_numel)
+        self.norm = update(units, schedule.group, how, self.limits, scale=scale, amiss=amiss)
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
-        if self.norm.finite or not self.limits.skips:
+        if self.applied:
             self.taken += 1
+            self.optimizer.has_stepped()
             if self.rates is not None:
-                self.rates.step()
+                self.rates.step(**rate_arguments)
         else:
             self.skipped += 1
             schedule.forget_plans()  # a parameter that the plan does not know to be used reads as NaN: find it

@@ -5,7 +5,7 @@ A unit knows what it holds; it does not know when anything should happen. That i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,11 @@ from naught.gradients import Gradients, GradTypes
 from naught.layout import Layout, Span
 from naught.placement import Placement
 from naught.rules import Part
-from naught.states import States
+from naught.states import States, Updating
 from naught.steps import UnitBytes
 from naught.weights import Weights
 
-__all__ = ["Segment", "Types", "Unit"]
+__all__ = ["Home", "Segment", "Types", "Unit"]
 
 
 class Types(NamedTuple):
@@ -31,21 +31,31 @@ class Types(NamedTuple):
     grads: GradTypes
 
 
-class Segment:
-    """One flat's worth of parameters that share dtype and trainability: their weights, gradients and states."""
+class Home(NamedTuple):
+    """Where a segment lives: its placement, the ranks that share it, their device, and who counts its bytes."""
 
-    def __init__(
-        self, params: Sequence[nn.Parameter], layout: Layout, types: Types, placement: Placement, group: Group, meter: Meter
-    ) -> None:
-        self.layout, self.trained = layout, params[0].requires_grad
+    placement: Placement
+    group: Group
+    device: torch.device
+    meter: Meter
+
+
+class Segment:
+    """One flat's worth of parameters that share dtype and trainability: their weights, gradients and states. `groups`
+    tells the parameter group of each; there are none where nothing is trained."""
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, groups: Sequence[int], types: Types, home: Home) -> None:
+        placement, group, device, meter = home
+        self.layout, self.trained = layout, bool(groups)
+        self.frozen = [not param.requires_grad for param in params]  # when the engine was made
         self.everywhere = not placement.optim.split  # every rank updates all of it
         owned = Span(0, layout.numel) if self.everywhere else layout.shard(group.rank)
-        self.states = States(layout, owned, meter)
+        self.states = States(layout, owned, groups, meter)
         if self.trained and types.weights != torch.float32:
-            self.states.keep_masters([param.data for param in params], group)
+            self.states.keep_masters([param.data for param in params], group, device)
         # Whole numbers have no NaN to read as while they are away, and are few: they stay.
         split = placement.param.split and types.weights.is_floating_point
-        self.weights = Weights(params, layout, types.weights, group, meter, split=split)
+        self.weights = Weights(params, layout, types.weights, group, meter, device=device, split=split)
         self.grads = Gradients(params, layout, types.grads, placement, group, meter)
 
     @property
@@ -53,16 +63,21 @@ class Segment:
         """The weights that this rank updates."""
         return self.weights.flat.tensor if self.everywhere else self.weights.shard
 
-    def due(self, initial: Mapping[str, float], *, used: Sequence[bool], most_numel: int) -> Iterator[Part]:
+    def due(self, how: Updating, used: Sequence[bool]) -> Iterator[Part]:
         """What an update works on, on this rank; nothing if no rank used any of it."""
         total = self.grads.sum()
         if total is not None and any(used):
-            yield from self.states.due(initial, self.target, total, used=used, most_numel=most_numel)
+            yield from self.states.due(how, self.target, total, used)
 
     def written(self) -> None:
         """The rule has been applied: what modules compute with follows the masters."""
         if self.states.masters is not None:
             self.target.copy_(self.states.masters)
+
+    def take_back(self) -> None:
+        """The user has had the parameters: keep what was written."""
+        self.weights.take_back()
+        self.states.follow(self.target)
 
     def close(self) -> None:
         """Give the parameters whole weights of their own and let go of everything."""
@@ -151,9 +166,14 @@ class Unit:
             segment.weights.lend()
         self.present = not self.placement.param.split or not self.absentees
 
+    def spread(self, writer: int) -> None:
+        """Give every rank the copies that one has written to."""
+        for segment in self.segments:
+            segment.weights.spread(writer)
+
     def take_back(self) -> None:
         for segment in self.segments:
-            segment.weights.take_back()
+            segment.take_back()
 
     def open_grads(self) -> None:
         for segment in self.trained:

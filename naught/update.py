@@ -14,7 +14,8 @@ from torch import Tensor
 from naught.comm import Group
 from naught.errors import UsageError
 from naught.husks import check_husks
-from naught.rules import Hyper, Part, Rule
+from naught.rules import Part
+from naught.states import Updating
 from naught.unit import Segment, Unit
 
 __all__ = ["Norm", "UpdateLimits", "tampered", "update"]
@@ -49,8 +50,7 @@ class UpdateLimits:
 def update(
     units: Sequence[Unit],
     group: Group,
-    rule: Rule,
-    hyper: Hyper,
+    how: Updating,
     limits: UpdateLimits,
     *,
     scale: float,
@@ -70,7 +70,7 @@ def update(
     norm = Norm(_root(rows[:, 1].tolist()) / scale)
     if norm.finite or not limits.skips:
         anywhere = iter((rows[:, 2:].amax(0) > 0).tolist())
-        _apply(units, rule, anywhere, hyper, limits, coefficient=_coefficient(norm.total, limits.clip) / scale)
+        _apply(units, how, anywhere, limits, coefficient=_coefficient(norm.total, limits.clip) / scale)
     else:
         norm = norm._replace(culprit=_culprit(trained))
     return norm
@@ -87,13 +87,12 @@ def tampered(units: Sequence[Unit]) -> UsageError | None:
         amiss = segment.weights.guard.tell()
         if amiss is not None:
             return amiss
-        if not segment.trained:
-            for slot, param in zip(segment.layout.slots, segment.weights.params, strict=True):
-                if param.requires_grad:
-                    return UsageError(
-                        f'parameter "{slot.name}" was frozen when the engine was made and now requires a gradient',
-                        fix="initialize with all that will ever be trained requiring gradients, and freeze it then",
-                    )
+        for slot, param, frozen in zip(segment.layout.slots, segment.weights.params, segment.frozen, strict=True):
+            if frozen and param.requires_grad:
+                return UsageError(
+                    f'parameter "{slot.name}" was frozen when the engine was made and now requires a gradient',
+                    fix="initialize with all that will ever be trained requiring gradients, and freeze it then",
+                )
     return None
 
 
@@ -144,18 +143,9 @@ def _coefficient(norm: float, clip: float) -> float:
     return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
-def _apply(
-    units: Sequence[Unit],
-    rule: Rule,
-    used: Iterator[bool],
-    hyper: Hyper,
-    limits: UpdateLimits,
-    *,
-    coefficient: float,
-) -> None:
+def _apply(units: Sequence[Unit], how: Updating, used: Iterator[bool], limits: UpdateLimits, *, coefficient: float) -> None:
     """Update what this rank owns, a batch of units in each call of the rule; new weights travel beside the next batch."""
     courier = _Courier(limits)
-    initial = rule.states(hyper)
     for batch in _batches(units):
         parts: list[Part] = []
         changed: list[Unit] = []
@@ -163,13 +153,16 @@ def _apply(
             for segment in unit.trained:
                 flags = [next(used) for _ in segment.grads.used]
                 if any(flags) and segment.grads.sum() is not None:
-                    parts += segment.due(initial, used=flags, most_numel=limits.part_numel)
+                    parts += segment.due(how, flags)
                     if unit not in changed:
                         changed.append(unit)
         parts = [part._replace(grads=part.grads.float()) for part in parts]  # as they are, if they have 32 bits
         if coefficient != 1.0 and parts:
             torch._foreach_mul_([part.grads for part in parts], coefficient)
-        rule.update(parts, hyper)
+        for group, hyper in enumerate(how.hypers):
+            members = [part for part in parts if part.group == group]
+            if members:
+                how.rule.update(members, hyper)
         for segment in (segment for unit in changed for segment in unit.trained):
             segment.written()
         # Writing a flat does not bump the version counters by which autograd notices a change behind its back.

@@ -23,10 +23,17 @@ class Weights:
     weights give their memory back meanwhile."""
 
     def __init__(
-        self, params: Sequence[nn.Parameter], layout: Layout, dtype: torch.dtype, group: Group, meter: Meter, *, split: bool
+        self,
+        params: Sequence[nn.Parameter],
+        layout: Layout,
+        dtype: torch.dtype,
+        group: Group,
+        meter: Meter,
+        *,
+        device: torch.device,
+        split: bool,
     ) -> None:
         self.params, self.layout, self.group, self.split = list(params), layout, group, split
-        device = self.params[0].device
         self.flat = Flat(layout, dtype, device, category=Buffer.GATHERED if split else "weights", meter=meter)
         self.shard = self.flat.slices[group.rank]
         self.bound = False  # the parameters are views of the flat
@@ -37,6 +44,10 @@ class Weights:
             self.shard = self.shard.clone()
             meter.change("weights", self.shard.nbytes)
             self.release()
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.tensor.device
 
     def _adopt(self) -> None:
         """Move the parameters into the flat, as rank 0 has them, and make them views of it."""
@@ -80,6 +91,14 @@ class Weights:
         if self.split:
             self._point_to([view.clone() for view in self.flat.slots])
             self.flat.free()
+
+    def spread(self, writer: int) -> None:
+        """Make lent copies what one rank has made of its own."""
+        for param in self.params:
+            whole = param.data.contiguous()
+            self.group.spread(whole, writer)
+            if whole.data_ptr() != param.data_ptr():
+                param.data.copy_(whole)
 
     def take_back(self) -> None:
         """Keep what was written, as far as it is this rank's, also where parameters were given other data."""

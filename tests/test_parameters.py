@@ -10,8 +10,8 @@ from menagerie import DEVICE, MODELS, WIDTH, Plain, batch_of, my_rank
 from torch import nn
 from training import config_of, digest, digest_of_weights, engine_of, start, take_steps
 
-from naught.engine import initialize
 from naught.errors import ModelError, UsageError
+from naught.start import initialize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,10 +19,10 @@ PACKAGE = Path(naught.__file__).parent
 # A file imports from rows above it, or from the left in its own row.
 LAYERS = [
     ["errors"],
-    ["quantity", "text", "placement", "layout", "units"],
+    ["quantity", "text", "placement", "layout", "units", "arguments"],
     ["steps", "expansion", "holding", "moving", "plan"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
-    ["job", "sizes", "working_set", "traffic", "estimate", "papers"],
+    ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "papers"],
     ["advice", "showing"],
     [
         "config.read",
@@ -38,12 +38,16 @@ LAYERS = [
     ],
     ["config.batch", "config.placing", "config.schema_json", "config.starters", "config"],
     ["loss_scale", "rates", "accumulation"],
-    ["describe", "trace", "modules"],
+    ["describe", "trace", "modules", "needs"],
     ["precision"],
-    ["devices", "comm.ledger", "comm.wires", "comm.group", "comm", "flat"],
+    ["cpu", "accelerator", "devices"],
+    ["comm.ledger", "comm.summary", "comm.wires", "comm.group", "comm.launch", "comm.starting", "comm", "flat"],
     ["husks", "guard", "weights", "gradients", "rules", "states", "unit"],
+    ["claims", "hints", "membership", "foreign", "optimizer"],
     ["program", "schedule", "hooks", "scout", "agreement", "update", "filling", "build", "watch", "passes", "stepping"],
-    ["engine"],
+    ["norms", "parking", "data", "costs", "flops", "monitors", "step_log", "observing"],
+    ["answers", "engine", "start"],
+    ["fragments", "zero", "utils", "ops.adam", "ops.adagrad", "ops.lion", "ops"],
     ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli", "__main__"],
 ]
 ORDER = [name for row in LAYERS for name in row]
@@ -68,6 +72,9 @@ TORCH_ALLOWED = {
         "unit",
     ),
     *("schedule", "hooks", "scout", "agreement", "build", "update", "watch", "passes", "engine"),
+    *("cpu", "accelerator", "comm", "comm.starting", "claims", "hints", "membership", "foreign", "optimizer", "norms"),
+    *("needs", "parking", "data", "costs", "flops", "monitors", "observing", "answers", "start", "fragments", "zero"),
+    *("ops.adam", "ops.adagrad", "ops.lion"),
 }
 
 

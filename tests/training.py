@@ -10,7 +10,8 @@ import torch
 from menagerie import DEVICE, MODELS, batch_of, my_rank
 from torch import Tensor, nn
 
-from naught.engine import Engine, initialize
+from naught.engine import Engine
+from naught.start import initialize
 
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
 

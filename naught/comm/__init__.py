@@ -1,7 +1,24 @@
-"""Comm: the only user of torch.distributed. A group of ranks, the wires between them, and a ledger of what was sent."""
+"""Comm: the only user of torch.distributed. A group of ranks, the wires between them, and a ledger of what was sent.
 
-from naught.comm.group import SAME_ORDER, Group
+As scripts know it from DeepSpeed it is torch.distributed as well: a name that is not ours is looked for there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed as _torchs
+
+from naught.comm.group import SAME_ORDER, Group, Mean
 from naught.comm.ledger import Ledger
+from naught.comm.starting import get_local_rank, init_distributed
+from naught.comm.summary import log_summary
 from naught.comm.wires import Pending
 
-__all__ = ["SAME_ORDER", "Group", "Ledger", "Pending"]
+__all__ = ["SAME_ORDER", "Group", "Ledger", "Mean", "Pending", "get_local_rank", "init_distributed", "log_summary"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or name not in dir(_torchs):
+        raise AttributeError(f"module 'naught.comm' has no attribute {name!r}")
+    return getattr(_torchs, name)

@@ -6,8 +6,10 @@ A process without torch.distributed is a group of one, on the same path.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +17,10 @@ from torch import Tensor
 
 from naught.comm.ledger import Ledger
 from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
-from naught.errors import NaughtError, ScheduleError, UsageError
+from naught.errors import ScheduleError, UsageError
 from naught.layout import ALIGN_NUMEL
 
-__all__ = ["SAME_ORDER", "Group"]
+__all__ = ["SAME_ORDER", "Group", "Mean"]
 
 
 SAME_ORDER = "all ranks must run the same modules in the same order; a module that some ranks skip is fine"
@@ -27,14 +29,22 @@ SAME_ORDER = "all ranks must run the same modules in the same order; a module th
 _NUMBERS = itertools.count()
 
 
+class Mean(NamedTuple):
+    """How the gradients of the ranks become one: their mean or their sum, and how much of the division comes before."""
+
+    averages: bool = True
+    prescale: bool = False
+    predivide: float = 1.0
+
+
 class Group:
     """Gathers flats, reduces them to their owners, and exchanges numbers. `reduce_numel` is the most that one reduce
     carries where it needs memory of its own."""
 
     def __init__(
-        self, ledger: Ledger, device: torch.device, *, reduce_numel: int, averages: bool = True, patience_s: float = 30.0
+        self, ledger: Ledger, device: torch.device, *, reduce_numel: int, mean: Mean | None = None, patience_s: float = 30.0
     ) -> None:
-        self.ledger, self.averages, self.patience_s = ledger, averages, patience_s
+        self.ledger, self.mean, self.patience_s = ledger, mean or Mean(), patience_s
         self.number = next(_NUMBERS)
         self.meetings = 0
         together = dist.is_available() and dist.is_initialized()
@@ -53,17 +63,21 @@ class Group:
     def reduce(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
         """Take the mean of all ranks' flats (or their sum); after the wait this rank's slice holds its slice of it."""
         self.ledger.add("reduce-scatter", unit, (self.size - 1) * slices[self.rank].nbytes)
-        return self.wire.reduce(flat, slices, self.size if self.averages else 1)
+        divisor = self.size if self.mean.averages else 1
+        before = divisor if self.mean.prescale else self.mean.predivide
+        if before != 1:
+            flat.div_(before)
+        return self.wire.reduce(flat, slices, divisor / before)
 
     def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """What a reduce needs beside its flat."""
         return self.wire.scratch_bytes(shard_numel, dtype)
 
-    def spread(self, flat: Tensor) -> None:
-        """Give every rank what rank 0 has, once, at the start."""
+    def spread(self, flat: Tensor, source: int = 0) -> None:
+        """Give every rank what one has, at the start or where a user has written."""
         if self.size > 1:
-            self.ledger.add("broadcast", "", flat.nbytes if self.rank == 0 else 0)
-            dist.broadcast(flat, src=0)
+            self.ledger.add("broadcast", "", flat.nbytes if self.rank == source else 0)
+            dist.broadcast(flat, src=source)
 
     def exchange(self, values: Tensor) -> Tensor:
         """Every rank's row of numbers, in the order of the ranks."""
@@ -74,7 +88,17 @@ class Group:
         dist.all_gather(rows, mine)
         return torch.stack(rows).to(values.device)
 
-    def raise_together(self, amiss: NaughtError | None) -> None:
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What goes wrong inside on one rank goes wrong on all. No collectives inside."""
+        try:
+            yield
+        except Exception as error:
+            self.raise_together(error)
+        else:
+            self.raise_together(None)
+
+    def raise_together(self, amiss: Exception | None) -> None:
         """Raise on every rank if something is amiss on any: a rank says what it found, the others whose it is."""
         flags = self.exchange(torch.tensor([int(amiss is not None)])).flatten().tolist()
         if amiss is not None:

@@ -1,0 +1,46 @@
+"""Claims: which parameter belongs to which engine. Nothing is written onto parameters, and nothing is kept alive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Generic, TypeVar
+from weakref import ReferenceType, ref
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from naught.errors import UsageError
+
+__all__ = ["Claims", "refuse_claimed"]
+
+Owner = TypeVar("Owner")
+
+
+class Claims(Generic[Owner]):
+    """Parameters and their owners."""
+
+    def __init__(self) -> None:
+        self.owners: MutableMapping[nn.Parameter, ReferenceType[Owner]] = WeakIdKeyDictionary()
+
+    def claim(self, params: Iterable[nn.Parameter], owner: Owner) -> None:
+        claimed: ReferenceType[Owner] = ref(owner)
+        for param in params:
+            self.owners[param] = claimed
+
+    def drop(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            self.owners.pop(param, None)
+
+    def owner_of(self, param: nn.Parameter) -> Owner | None:
+        found = self.owners.get(param)
+        return found() if found is not None else None
+
+
+def refuse_claimed(claims: Claims[Owner], module: nn.Module) -> None:
+    """Two engines cannot train one model."""
+    for name, param in module.named_parameters():
+        if claims.owner_of(param) is not None:
+            raise UsageError(
+                f'parameter "{name}" belongs to another engine already',
+                fix="call destroy() on that engine, or make the model anew",
+            )

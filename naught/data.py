@@ -1,0 +1,126 @@
+"""Data: each rank's share of a dataset, in batches. Shuffles anew each epoch without being told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from naught.errors import UsageError
+
+__all__ = ["Loader", "RepeatingLoader", "loader_of"]
+
+
+def loader_of(
+    dataset: Dataset[Any],
+    *,
+    batch_size: int,
+    rank: int,
+    world: int,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Sampler[Any] | Iterable[Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    drop_last: bool = False,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> Loader:
+    """Batches of a rank's share of a dataset. An iterable dataset, or one with its own sampler, is taken as it comes:
+    it has to give each rank its share itself.
+
+    Every rank has as many samples. Where they cannot be shared out, a few come twice, or are left out by `drop_last`.
+    """
+    if batch_size < 1:
+        raise UsageError(f"a batch has at least 1 sample, not {batch_size}", where="batch_size")
+    share: DistributedSampler[Any] | None = None
+    if isinstance(dataset, IterableDataset):
+        if sampler is not None:
+            raise UsageError("an iterable dataset has no sampler: it gives samples in its own order", fix="leave the sampler out")
+    else:
+        numel = _numel(dataset)
+        if sampler is None:
+            if drop_last and numel // world < batch_size:
+                raise UsageError(
+                    f"a dataset of {numel} samples has no full batch of {batch_size} for each of {world} ranks",
+                    fix="set dataloader_drop_last to false, or make the batches smaller",
+                )
+            share = DistributedSampler(dataset, world, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    loader = DataLoader(
+        dataset,
+        batch_size,
+        sampler=share if share is not None else sampler,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        pin_memory=pin_memory and torch.accelerator.is_available(),  # without one torch would warn of it
+        drop_last=drop_last,
+    )
+    return Loader(loader, share)
+
+
+def _numel(dataset: Dataset[Any]) -> int:
+    """How many samples a dataset has that is asked for them by number."""
+    kind = type(dataset)
+    if not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):  # two ways to be a dataset, and no type for them
+        raise UsageError(
+            f"a {kind.__name__} is no dataset: samples cannot be had from it by number",
+            where="training_data",
+            fix="give it __getitem__ and __len__, or derive it from torch.utils.data.IterableDataset",
+        )
+    numel = len(dataset)  # type: ignore[arg-type]
+    if numel == 0:
+        raise UsageError("the dataset is empty", where="training_data")
+    return int(numel)
+
+
+class Loader:
+    """A DataLoader that tells its sampler of each new epoch. Whoever sets the epoch himself is heeded, and counting goes
+    on from there. All else is the DataLoader's own."""
+
+    def __init__(self, loader: DataLoader[Any], share: DistributedSampler[Any] | None) -> None:
+        self.loader, self.share = loader, share
+        self.seen_epoch = -1  # the last one that was iterated
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.share is not None:
+            if self.share.epoch == self.seen_epoch:
+                self.share.set_epoch(self.seen_epoch + 1)
+            self.seen_epoch = self.share.epoch
+        return iter(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle as in this epoch when iterated next."""
+        if self.share is not None:
+            self.share.set_epoch(epoch)
+            self.seen_epoch = -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "loader"), name)
+
+
+class RepeatingLoader:
+    """An iterator that starts its loader over whenever that ends."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.batches: Iterator[Any] | None = None  # None: not begun
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        nothing = object()
+        batch = nothing if self.batches is None else next(self.batches, nothing)
+        if batch is nothing:
+            self.batches = iter(self.loader)
+            batch = next(self.batches, nothing)
+        if batch is nothing:
+            raise UsageError("the loader that is repeated gives no batch", fix="pass one that can be iterated again and again")
+        return batch

@@ -1,0 +1,217 @@
+"""Fragments: one parameter's weights, gradient and optimizer states, whole or as far as this rank has them, by DeepSpeed's
+names. Read and written at every stage.
+
+What is whole is put together from all ranks: every rank must call. A gradient is there between backward and step, as the
+mean over the ranks, without the scale of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from naught.comm import Group
+from naught.engine import Engine, engines
+from naught.errors import UsageError
+from naught.layout import Span, intersect
+from naught.unit import Segment
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
+
+
+class _Home(NamedTuple):
+    """Where a parameter lives."""
+
+    engine: Engine
+    segment: Segment
+    place: int  # of its slot
+
+    @property
+    def group(self) -> Group:
+        return self.engine.schedule.group
+
+    def local(self, owned: Tensor) -> Tensor:
+        """The parameter's part of what this rank has of a flat."""
+        return owned[slice(*self.segment.states.part_of(self.place))]
+
+    def whole(self, owned: Tensor) -> Tensor:
+        """The parameter's part of a flat of which every rank has a part."""
+        slot = self.segment.layout.slots[self.place]
+        if self.segment.everywhere:
+            return owned[slot.span.start : slot.span.stop].float().reshape(slot.shape)
+        spans = [self._span(rank) for rank in range(self.group.size)]
+        row = torch.zeros(max(span.numel for span in spans), dtype=torch.float32, device=owned.device)
+        row[: spans[self.group.rank].numel] = self.local(owned)
+        rows = self.group.exchange(row)
+        return torch.cat([part[: span.numel] for part, span in zip(rows, spans, strict=True)]).reshape(slot.shape)
+
+    def write(self, owned: Tensor, value: Tensor) -> None:
+        """Put this rank's part of a whole parameter into what it has of a flat."""
+        slot = self.segment.layout.slots[self.place]
+        if tuple(value.shape) != slot.shape:
+            raise UsageError(
+                f'"{slot.name}" has the shape {list(slot.shape)}, and the value {list(value.shape)}', fix="give one of its shape"
+            )
+        span = Span(0, slot.span.numel) if self.segment.everywhere else self._span(self.group.rank)
+        self.local(owned).copy_(value.reshape(-1)[span.start : span.stop])
+
+    def write_local(self, owned: Tensor, value: Tensor) -> None:
+        mine = self.local(owned)
+        if value.numel() != mine.numel():
+            raise UsageError(f"this rank has {mine.numel()} elements of the parameter, not {value.numel()}", fix="give as many")
+        mine.copy_(value.reshape(-1))
+
+    def _span(self, rank: int) -> Span:
+        """What a rank updates of the parameter, from the parameter's own start."""
+        slot = self.segment.layout.slots[self.place].span
+        common = intersect(slot, self.segment.layout.shard(rank)) or Span(slot.start, slot.start)
+        return Span(common.start - slot.start, common.stop - slot.start)
+
+    # --- what there is of it ---
+
+    def masters(self) -> Tensor:
+        return self.segment.target if self.segment.states.masters is None else self.segment.states.masters
+
+    def grads(self) -> Tensor | None:
+        self.engine.passes.complete()
+        return self.segment.grads.sum() if self.segment.trained else None
+
+    def moments(self, name: str) -> Tensor | None:
+        return self.segment.states.moments.get(name)
+
+    def written(self) -> None:
+        """Masters were written to: weights follow, on every rank."""
+        self.segment.written()
+        unit = self.engine.schedule.units[self.engine.passes.homes[self.segment.weights.params[self.place]]]
+        unit.outdate(hide=False)
+        if not unit.placement.param.split:
+            unit.fetch()
+
+
+def _home_of(param: nn.Parameter) -> _Home:
+    engine = engines.owner_of(param)
+    if engine is None:
+        raise UsageError("the parameter belongs to no engine", fix="call naught.initialize with its model first")
+    for segment in engine.schedule.units[engine.passes.homes[param]].segments:
+        for index, member in enumerate(segment.weights.params):
+            if member is param:
+                return _Home(engine, segment, index)
+    raise AssertionError("an engine knows its parameters")
+
+
+# --- whole ---
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The parameter in 32 bits; what training goes by, not what it is rounded to."""
+    home = _home_of(param)
+    return home.whole(home.masters())
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Write the parameter, and what it is rounded to. All ranks must give the same value."""
+    home = _home_of(param)
+    home.engine.passes.close()
+    home.write(home.masters(), value)
+    home.written()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient; None if there is none."""
+    home = _home_of(param)
+    grads = home.grads()
+    return None if grads is None else home.whole(grads) / home.engine.loss_scale.value
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    home = _home_of(param)
+    home.write(_present(home.grads(), "gradient"), value * home.engine.loss_scale.value)
+    home.segment.grads.used[home.place] = True
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """What the optimizer remembers of the parameter; None before its first step, or if it has no such state."""
+    home = _home_of(param)
+    moments = home.moments(optim_state_key)
+    return None if moments is None else home.whole(moments)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    home = _home_of(param)
+    home.write(_present(home.moments(optim_state_key), f'state "{optim_state_key}"'), value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Give each of these parameters the gradient that a function makes of the one that it has."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+# --- this rank's part ---
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """What this rank updates of the parameter, flat; maybe nothing."""
+    home = _home_of(param)
+    return home.local(home.masters()).float().clone()
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's part; all ranks must call, for weights that are whole on each."""
+    home = _home_of(param)
+    home.engine.passes.close()
+    home.write_local(home.masters(), value)
+    home.written()
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    home = _home_of(param)
+    grads = home.grads()
+    return None if grads is None else home.local(grads).float() / home.engine.loss_scale.value
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    home = _home_of(param)
+    home.write_local(_present(home.grads(), "gradient"), value * home.engine.loss_scale.value)
+    home.segment.grads.used[home.place] = True
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    home = _home_of(param)
+    moments = home.moments(optim_state_key)
+    return None if moments is None else home.local(moments).clone()
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    home = _home_of(param)
+    home.write_local(_present(home.moments(optim_state_key), f'state "{optim_state_key}"'), value)
+
+
+def _present(owned: Tensor | None, what: str) -> Tensor:
+    if owned is None:
+        raise UsageError(
+            f"the parameter has no {what} now",
+            fix="gradients are there between backward and step, states after the first step",
+        )
+    return owned

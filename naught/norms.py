@@ -1,0 +1,31 @@
+"""Norms: those of single parameters' gradients, once all are summed over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from naught.comm import Group
+from naught.unit import Unit
+
+__all__ = ["norms_by_name"]
+
+
+def norms_by_name(units: Iterable[Unit], group: Group, scale: float) -> dict[str, float]:
+    """Every parameter's norm, without the scale of the loss. One exchange for all of them."""
+    segments = [segment for unit in units for segment in unit.trained]
+    names = [slot.name for segment in segments for slot in segment.layout.slots]
+    squares: list[float] = []
+    for segment in segments:
+        total, shard = segment.grads.sum(), segment.layout.shard(group.rank)
+        for slot in segment.layout.slots:
+            start, stop = max(slot.span.start, shard.start), min(slot.span.stop, shard.stop)
+            begin = segment.states.owned.start
+            mine = None if total is None or start >= stop else total[start - begin : stop - begin]
+            squares.append(0.0 if mine is None else float(mine.double().square().sum()))
+    if not names:
+        return {}
+    sums = group.exchange(torch.tensor(squares, dtype=torch.float64)).sum(0).tolist()
+    return {name: math.sqrt(total) / scale for name, total in zip(names, sums, strict=True)}

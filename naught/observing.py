@@ -1,0 +1,67 @@
+"""Observing: what a run says of itself while it trains. Scalars for the monitor, lines for the log, one count of operations.
+
+The engine says what happens; nothing here changes a result, and nothing waits for the device unless it was asked for.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from naught.comm.summary import listen
+from naught.config import Config
+from naught.flops import Profiler
+from naught.monitors import Event, Monitor
+from naught.step_log import StepFacts, StepLog
+from naught.watch import Watch
+
+__all__ = ["Observer", "StepFacts"]
+
+
+class Observer:
+    """Hears of every forward, loss and step of an engine, and writes what the configuration asks for. Rank 0 speaks for all."""
+
+    def __init__(self, config: Config, watch: Watch, rank: int) -> None:
+        self.config, self.watch = config, watch
+        self.monitor = Monitor(config, rank)
+        self.log = StepLog(config, watch) if rank == 0 else None
+        self.losses: list[Tensor] = []  # of the step under way, on the device
+        self.profiler = Profiler(config.flops_profiler, watch.device) if config.flops_profiler.enabled and rank == 0 else None
+        comms = config.comms_logger
+        if comms.enabled and rank == 0:
+            listen(watch.ledger, ops=None if comms.prof_all else comms.prof_ops, verbose=comms.verbose, debug=comms.debug)
+
+    def forward(self, module: nn.Module, step: int) -> AbstractContextManager[None]:
+        """Open this around every forward; it does something around two of them."""
+        return nullcontext() if self.profiler is None else self.profiler.forward(module, step)
+
+    def lost(self, loss: Tensor) -> None:
+        """The loss of a micro-batch, as its user knows it: not scaled, not divided."""
+        if self.monitor.enabled:
+            # A copy, for the user may go on computing with the loss in place.
+            self.losses.append(loss.detach().to(torch.float32, copy=True).reshape(()))
+
+    def stepped(self, facts: StepFacts) -> None:
+        """A step is over, taken or skipped."""
+        if self.monitor.enabled:
+            self.monitor.write_events(self._events(facts))
+            self.losses.clear()
+        if self.log is not None:
+            self.log.stepped(facts)
+
+    def _events(self, facts: StepFacts) -> list[Event]:
+        values = {"lr": facts.rates[0]}
+        if self.losses:
+            # Earlier ones belong to a step that an exception has ended. One wait for the device is enough for all.
+            losses = torch.stack(self.losses[-facts.micro_batches :]).tolist()
+            values["train_loss"] = sum(losses) / len(losses)
+        if self.config.fp16.enabled:
+            values["loss_scale"] = facts.scale
+        if facts.norm is not None:
+            values["grad_norm"] = facts.norm
+        return [(f"Train/Samples/{name}", value, facts.samples) for name, value in values.items()]
+
+    def close(self) -> None:
+        self.monitor.close()

@@ -1,0 +1,173 @@
+"""Optimizer: what training reads of an optimizer (parameter groups, a step) in torch's shape. The engine does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from naught.errors import UsageError
+from naught.foreign import Foreign
+from naught.rules import RULES, Adam, Rule
+
+__all__ = ["Groups", "Optimizer", "Trainer", "groups_of", "optimizer_of", "rule_of"]
+
+Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+Hand = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+class Trainer(Protocol):
+    """Who takes the steps."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def get_global_grad_norm(self) -> float | None: ...
+
+    def was_step_applied(self) -> bool: ...
+
+    @property
+    def loss_scale(self) -> Any: ...
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Parameter groups with their hyperparameters. `optimizer` is the one that the user brought, if there is one: the
+    groups are the same objects, so that a scheduler may hold either."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        groups: Sequence[dict[str, Any]],
+        defaults: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        super().__init__(list(groups), defaults)
+        self.rule, self.optimizer = rule, optimizer
+        self.trainer: Trainer | None = None  # None: not part of an engine yet, or no longer
+        if optimizer is not None:
+            self.param_groups = optimizer.param_groups
+
+    def _trainer(self) -> Trainer:
+        if self.trainer is None:
+            raise UsageError("the optimizer belongs to no engine", fix="make one with naught.initialize")
+        return self.trainer
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """What engine.step() does."""
+        if closure is not None:
+            raise UsageError("step() takes no closure here", fix="run forward and backward yourself, then step()")
+        self._trainer().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._trainer().zero_grad(set_to_none)
+
+    def has_stepped(self) -> None:
+        """Torch's schedulers look here when they want to know whether an update has been."""
+        for held in (self, self.optimizer):
+            if held is not None:
+                held._opt_called = True  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "trainer", None) is not None:
+            raise UsageError("parameter groups cannot be added to an engine", fix="give all of them to naught.initialize")
+        super().add_param_group(param_group)
+
+    # --- as DeepSpeed's wrapper has it ---
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped."""
+        return not self._trainer().was_step_applied()
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self._trainer().loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.loss_scaler.value)
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return bool(self.loss_scaler.adapts)
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self._trainer().get_global_grad_norm()
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def destroy(self) -> None:
+        self.trainer = None
+
+
+def groups_of(params: Groups | nn.Parameter, hyper: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parameter groups as torch has them, each with hyperparameters of its own or those given."""
+    listed: list[Any] = [params] if isinstance(params, nn.Parameter | dict) else list(params)
+    if not any(isinstance(member, dict) for member in listed):
+        listed = [{"params": listed}]
+    if not all(isinstance(member, dict) and "params" in member for member in listed):
+        raise UsageError(
+            "model_parameters is neither parameters nor groups of them",
+            fix='give model.parameters(), or a list of {"params": [...], "lr": ...}',
+        )
+    groups = [{**hyper, **group, "params": _listed(group["params"])} for group in listed]
+    homes: dict[nn.Parameter, int] = {}
+    for at, group in enumerate(groups):
+        for param in group["params"]:
+            if homes.setdefault(param, at) != at:
+                raise UsageError(
+                    f"a parameter of shape {list(param.shape)} is in the parameter groups {homes[param]} and {at}",
+                    fix="put every parameter into one group",
+                )
+    return groups
+
+
+def _listed(params: Any) -> list[nn.Parameter]:
+    listed = [params] if isinstance(params, nn.Parameter) else list(params)
+    wrong = next((member for member in listed if not isinstance(member, nn.Parameter)), None)
+    if wrong is not None:
+        raise UsageError(f"model_parameters has a {type(wrong).__name__} where a parameter should be", fix="give parameters")
+    return listed
+
+
+def optimizer_of(given: Hand, params: Groups | None, device: torch.device) -> Optimizer:
+    """The user's own optimizer, or what their function makes of the parameters, over the rule that it amounts to."""
+    theirs = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    if not isinstance(theirs, torch.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer is a {type(theirs).__name__}, not a torch.optim.Optimizer",
+            fix="give one, or a function of the parameters that makes one",
+        )
+    if isinstance(theirs, Optimizer):
+        raise UsageError("the optimizer belongs to an engine already", fix="make a new one")
+    if any(float(state.get("step", 1)) > 0 for state in theirs.state.values()):
+        raise UsageError("the optimizer has taken steps already", fix="give a new one; load its state once the engine is there")
+    theirs.state.clear()  # some make room for all parameters at once
+    return Optimizer(rule_of(theirs, device), theirs.param_groups, theirs.defaults, theirs)
+
+
+def rule_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Rule:
+    """Our own rule where it calls the very kernel that the optimizer would."""
+    named = getattr(optimizer, "naught_rule", None)
+    if named is not None:
+        return RULES[named]
+    if isinstance(optimizer, torch.optim.Adam) and all(map(_is_plainly_fused, optimizer.param_groups)):
+        return Adam("decoupled_weight_decay")
+    return Foreign(optimizer, device)
+
+
+def _is_plainly_fused(group: Mapping[str, Any]) -> bool:
+    """Whether Adam's group asks for the fused kernel and for nothing that our call of it does not pass on."""
+    extras = ("amsgrad", "maximize", "capturable", "differentiable")
+    return bool(group["fused"]) and not any(group[extra] for extra in extras) and isinstance(group["lr"], float)

@@ -1,0 +1,118 @@
+"""Parking: states that wait in host memory while something else needs the device. Between steps only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from naught.errors import UsageError
+from naught.flat import Flat
+from naught.unit import Segment, Unit
+
+__all__ = ["Parking"]
+
+_HOST = torch.device("cpu")
+Return = Callable[[], None]
+
+
+class Parking:
+    """Moves states of units to the host and back."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.segments = [segment for unit in units for segment in unit.segments]
+        self.parked: list[Return] = []  # how everything comes back
+
+    def park(self, include: Sequence[Any] | None, device: Any) -> None:
+        if str(getattr(device, "value", device)) != "cpu":
+            raise UsageError(f"states can only be moved to the cpu, not to {device}", fix='leave the device out, or give "cpu"')
+        wanted = list(_KINDS) if include is None else [_name(kind) for kind in include]
+        if self.parked:
+            raise UsageError("the states are away already", fix="call engine.reload_states() first")
+        for segment in self.segments:
+            for kind in dict.fromkeys(wanted):
+                self.parked += _KINDS[kind](segment)
+
+    def fetch(self) -> None:
+        for bring_back in reversed(self.parked):
+            bring_back()
+        self.parked.clear()
+
+
+def _name(kind: Any) -> str:
+    name = str(getattr(kind, "value", kind))
+    if name not in _KINDS:
+        raise UsageError(f'there are no states of the kind "{name}"', fix=f"choose among {', '.join(_KINDS)}")
+    return name
+
+
+def _moments(segment: Segment) -> list[Return]:
+    states = segment.states
+
+    device = segment.weights.device
+    host = states.moments = {name: moment.to(_HOST) for name, moment in states.moments.items()}
+
+    def bring_back() -> None:
+        states.moments = {name: moment.to(device) for name, moment in host.items()}
+
+    return [bring_back]
+
+
+def _masters(segment: Segment) -> list[Return]:
+    states, device = segment.states, segment.weights.device
+    if states.masters is None:
+        return []
+    host = states.masters = states.masters.to(_HOST)
+
+    def bring_back() -> None:
+        states.masters = host.to(device)
+
+    return [bring_back]
+
+
+def _weights(segment: Segment) -> list[Return]:
+    weights, device = segment.weights, segment.weights.device
+    if weights.split:
+        host = weights.shard = weights.shard.to(_HOST)
+
+        def bring_back() -> None:
+            weights.shard = host.to(device)
+
+        return [bring_back]
+    weights.hide()
+    return [weights.bind, _flat(weights.flat)]  # they come back in reverse
+
+
+def _gradients(segment: Segment) -> list[Return]:
+    owned, device = segment.grads.owned, segment.weights.device
+    back = [_flat(segment.grads.flat)] if segment.grads.flat.allocated else []
+    if owned.value is None:
+        return back
+    host = owned.value = owned.value.to(_HOST)
+
+    def bring_back() -> None:
+        owned.value = host.to(device)
+
+    return [*back, bring_back]
+
+
+def _flat(flat: Flat) -> Return:
+    host = flat.tensor.to(_HOST, copy=True)
+    flat.free()
+
+    def bring_back() -> None:
+        flat.alloc()
+        flat.tensor.copy_(host)
+
+    return bring_back
+
+
+# By DeepSpeed's names. There is no buffer of gradients beside the gradients themselves.
+_KINDS: dict[str, Callable[[Segment], list[Return]]] = {
+    "optim_states": _moments,
+    "hp_params": _masters,
+    "lp_params": _weights,
+    "lp_grads": _gradients,
+    "contiguous_grad_buffer": lambda _: [],
+}

@@ -1,0 +1,159 @@
+"""Start: from the arguments of a DeepSpeed script to an engine. Everything that can be wrong is said on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import naught
+from naught.accumulation import Accumulation
+from naught.agreement import agree, facts_of
+from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
+from naught.claims import refuse_claimed
+from naught.comm import Group, Ledger
+from naught.comm.group import Mean
+from naught.comm.launch import find_seat
+from naught.comm.starting import init_distributed
+from naught.config import Config, Source, derive_batch, load
+from naught.data import Loader
+from naught.devices import device_for, keep_freed_pages
+from naught.engine import Engine
+from naught.errors import ModelError, UsageError
+from naught.membership import Membership
+from naught.observing import Observer
+from naught.optimizer import Groups, Hand, Optimizer, groups_of, optimizer_of
+from naught.passes import Passes, claimed
+from naught.precision import loss_scale_of, precision_of
+from naught.rates import RateSchedule
+from naught.rules import RULES
+from naught.schedule import Schedule
+from naught.stepping import Scheduler, Stepping
+from naught.watch import Watch
+
+__all__ = ["Started", "initialize"]
+
+_LOG = logging.getLogger("naught")
+
+
+class Started(NamedTuple):
+    """What initialize returns, in DeepSpeed's order."""
+
+    engine: Engine
+    optimizer: Optimizer | None
+    training_dataloader: Loader | None
+    lr_scheduler: Scheduler | None
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Hand | None = None,
+    model_parameters: Groups | None = None,
+    training_data: Any = None,
+    lr_scheduler: Scheduler | Callable[[Any], Scheduler] | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+) -> Started:
+    """Split a model as the configuration says, and make what trains it.
+
+    The optimizer is the caller's (a torch optimizer, or a function of the parameters that makes one), else the one that
+    the configuration names, else there is none and the model only computes. The schedule of the learning rate is the
+    configuration's, else the caller's. The model is moved to this rank's accelerator, if there is one.
+    """
+    if dist_init_required or (dist_init_required is None and find_seat(os.environ, port=distributed_port) is not None):
+        init_distributed(distributed_port=distributed_port)
+    with Group(Ledger(), torch.device("cpu"), reduce_numel=1).together():
+        settings = load(_source(args, config, config_params))
+        refuse_what_is_not_there_yet(settings)
+        _refuse(model, mpu, mesh_param)
+        assert model is not None
+        device = device_for(model)
+        chosen = _optimizer(settings, model, optimizer, model_parameters, device)
+        groups = [] if chosen is None else chosen.param_groups
+        membership = Membership(model, groups)
+        rates = _rates(settings, chosen, lr_scheduler)
+    watch = Watch(device)
+    mean = Mean(settings.gradient_allreduce_op == "mean", settings.prescale_gradients, settings.gradient_predivide_factor)
+    group = Group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=mean)
+    observer = Observer(settings, watch, group.rank)
+    agree(group, facts_of(model, settings, naught.__version__, groups))
+    batch = derive_batch(settings, group.size)
+    accumulation = Accumulation(
+        batch, group.size, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
+    )
+    precision = precision_of(settings, batch.accumulation)
+    units = build_units(model, settings, precision, membership, Surroundings(group, device, watch.meter))
+    schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
+    keep_freed_pages(device)
+    passes = Passes(model, schedule, watch, accumulation.sums_over_ranks, lazy=settings.naught.lazy_weights)
+    limits = limits_of(settings, precision.weights.itemsize)
+    stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
+    engine = Engine(model, settings, accumulation, passes, stepping, observer)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return Started(engine, chosen, engine.training_dataloader, rates)
+
+
+def _source(args: Any, *given: Source | None) -> Source:
+    """The one configuration among those that a script may give."""
+    by_arguments = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
+    sources = [source for source in (*given, *by_arguments) if source is not None]
+    if len(sources) > 1:
+        raise UsageError(
+            "there are two configurations", fix="give one: config, config_params, or --deepspeed_config on the command line"
+        )
+    if not sources:
+        raise UsageError("there is no configuration", fix="give config=..., or --deepspeed_config on the command line")
+    return sources[0]
+
+
+def _refuse(model: nn.Module | None, mpu: Any, mesh_param: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="give model=...")
+    refuse_claimed(claimed, model)
+    if mesh_param is not None or (mpu is not None and mpu.get_model_parallel_world_size() > 1):
+        raise UsageError("there is no model parallelism yet", fix="leave mpu and mesh_param out")
+
+
+def _optimizer(
+    settings: Config, model: nn.Module, given: Hand | None, params: Groups | None, device: torch.device
+) -> Optimizer | None:
+    params = params if params is None else list(params)  # type: ignore[assignment]  # a generator is read once
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if given is not None:
+        return optimizer_of(given, trained if params is None else params, device)
+    if settings.optimizer is None:
+        return None
+    if not trained:
+        raise ModelError("the model has no parameters to train", fix="call requires_grad_(True) on some, or name no optimizer")
+    hyper = settings.optimizer.params.model_dump()
+    groups = groups_of(trained if params is None else params, hyper)
+    return Optimizer(RULES[settings.optimizer.type], groups, hyper)
+
+
+def _rates(settings: Config, optimizer: Optimizer | None, given: Any) -> Scheduler | None:
+    """The schedule of the learning rate: the configuration's goes before the caller's, as with DeepSpeed."""
+    if optimizer is None:
+        return None
+    if settings.scheduler is not None:
+        if given is not None:
+            _LOG.warning("the configuration names a schedule, so lr_scheduler is not used")
+        return RateSchedule(settings.scheduler.type, optimizer.param_groups, settings.scheduler.params.model_dump())
+    made: Any = given(optimizer) if callable(given) else given
+    held = getattr(made, "optimizer", optimizer)
+    if made is not None and held.param_groups is not optimizer.param_groups and held is not optimizer:
+        raise UsageError(
+            "the schedule writes its rates into another optimizer",
+            fix="make it of the optimizer that you give to initialize, or give a function of the optimizer that makes it",
+        )
+    return made  # type: ignore[no-any-return]
