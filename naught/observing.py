@@ -5,6 +5,7 @@ The engine says what happens; nothing here changes a result, and nothing waits f
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +20,8 @@ from naught.watch import Watch
 
 __all__ = ["Observer", "StepFacts"]
 
+_LOG = logging.getLogger("naught")
+
 
 class Observer:
     """Hears of every forward, loss and step of an engine, and writes what the configuration asks for. Rank 0 speaks for all."""
@@ -29,6 +32,8 @@ class Observer:
         self.log = StepLog(config, watch) if rank == 0 else None
         self.losses: list[Tensor] = []  # of the step under way, on the device
         self.profiler = Profiler(config.flops_profiler, watch.device) if config.flops_profiler.enabled and rank == 0 else None
+        if rank == 0 and _asks_for_lines(config):
+            _be_heard()
         comms = config.comms_logger
         if comms.enabled and rank == 0:
             listen(watch.ledger, ops=None if comms.prof_all else comms.prof_ops, verbose=comms.verbose, debug=comms.debug)
@@ -65,3 +70,17 @@ class Observer:
 
     def close(self) -> None:
         self.monitor.close()
+
+
+def _asks_for_lines(config: Config) -> bool:
+    asked = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.comms_logger.enabled)
+    return any(asked) or config.flops_profiler.enabled
+
+
+def _be_heard() -> None:
+    """Somebody has asked for lines: let them be seen also where nobody has set logging up."""
+    if not _LOG.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("naught: %(message)s"))
+        _LOG.addHandler(handler)
+        _LOG.setLevel(logging.INFO)

@@ -454,3 +454,50 @@ def test_a_log_goes_with_its_ledger_and_without_the_key_nobody_listens():
     watch = start(0).watch
     Observer(settings(comms_logger={"verbose": True}), watch, 0)
     assert watch.ledger.listener is None
+
+
+# --- through the engine -----------------------------------------------------------------------------------------------
+
+
+def everything(folder: Path, stage: int) -> tuple[list[float], str]:
+    keys = {
+        "steps_per_print": 2,
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": str(folder / "flops.txt")},
+        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "run"},
+        "comms_logger": {"enabled": True, "verbose": True, "debug": True},
+    }
+    engine = start(stage, accumulation=2, more=keys)
+    losses = take_steps(engine, 8)
+    engine.monitor.write_events([("Users/own", 3.5, 16)])
+    found = log_summary()
+    engine.destroy()
+    return losses, found
+
+
+def nothing(stage: int) -> list[float]:
+    return take_steps(start(stage, accumulation=2), 8)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_does_what_the_keys_say_and_trains_the_same(two, tmp_path, stage):
+    (losses, summary), (_, silent) = two.run(everything, tmp_path, stage)
+    assert losses == two.run(nothing, stage)[0]
+    assert "reduce-scatter" in summary
+    assert silent == ""
+    assert (tmp_path / "flops.txt").read_text().count("blocks.") >= 3
+    rows = [row.split(",") for row in (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().splitlines()]
+    assert [int(row[0]) for row in rows[1:]] == [8, 16, 24, 32]
+    means = [(losses[2 * at] + losses[2 * at + 1]) / 2 for at in range(4)]
+    assert [float(row[1]) for row in rows[1:]] == pytest.approx(means, rel=1e-6)
+    assert (tmp_path / "run" / "Users_own.csv").read_text().splitlines()[1] == "16,3.5"
+
+
+def test_an_engine_logs_the_lines_that_were_asked_for(caplog):
+    more = {"steps_per_print": 2, "wall_clock_breakdown": True, "memory_breakdown": True, "comms_logger": {"enabled": True}}
+    take_steps(start(1, more=more), 4)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum(bool(re.match(r"step [24]: skipped 0, lr 0.01", line)) for line in lines) == 2
+    assert sum(line.startswith("time of step") and "backward" in line for line in lines) == 2
+    assert any(line.startswith("memory after step of step 4: ") and "states" in line for line in lines)

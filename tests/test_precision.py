@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from menagerie import DEVICE, MODELS, batch_of, my_rank
-from test_parity import OWN_WAY, assert_ranks_agree, outcomes
+from test_parity import OWN_WAY, SOAK, assert_ranks_agree, outcomes
 from torch import nn
 from training import HYPER, config_of, digest, digest_of_moments, digest_of_weights, engine_of, start, take_steps
 
 from naught.errors import UsageError
+from naught.loss_scale import FixedScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
 DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 2}}
+RECIPES: dict[str, dict[str, Any]] = {"bf16": BF16, "fixed": FP16, "dynamic": DYNAMIC}
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -31,26 +34,33 @@ def test_all_stages_are_alike_in_bf16(worlds, name):
     assert all(run == runs[0] for run in runs)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "accumulation", "recipe"),
-    [
-        ("plain", 3, 1, BF16),
-        ("tied", 2, 3, BF16),
-        ("frozen", 4, 3, BF16),
-        ("checkpoint_reentrant", 1, 1, BF16),
-        ("plain", 2, 1, FP16),
-        ("tied", 3, 3, DYNAMIC),
-        ("lora", 2, 1, DYNAMIC),
-        ("unused_parameters", 2, 3, FP16),
-    ],
-)
+# A pairwise selection; NAUGHT_SOAK=1 runs the product.
+SELECTION = [
+    ("plain", 3, 1, "bf16"),
+    ("tied", 2, 3, "bf16"),
+    ("frozen", 4, 3, "bf16"),
+    ("checkpoint_reentrant", 1, 1, "bf16"),
+    ("plain", 2, 1, "fixed"),
+    ("tied", 3, 3, "dynamic"),
+    ("lora", 2, 1, "dynamic"),
+    ("unused_parameters", 2, 3, "fixed"),
+]
+IN_16_BITS = [name for name in MODELS if name != "convolution"]
+EVERYTHING = list(product(IN_16_BITS, (1, 2, 3, 4), (1, 3), RECIPES))
+
+
+@pytest.mark.parametrize(("name", "size", "accumulation", "recipe"), EVERYTHING if SOAK else SELECTION)
 def test_more_ranks_micro_batches_and_scales(worlds, name, size, accumulation, recipe):
-    runs = outcomes(worlds[size], name, clip=0.5, accumulation=accumulation, steps=3, more=recipe)
+    runs = outcomes(worlds[size], name, clip=0.5, accumulation=accumulation, steps=3, more=RECIPES[recipe])
     assert_ranks_agree(runs)
     assert runs[0] == runs[1]
     assert runs[2] == runs[3]
     if accumulation == 1:
         assert runs[0] == runs[2]
+    elif SOAK:
+        every = RECIPES[recipe] | {"naught": {"reduce_every_micro_batch": True}}
+        alike = outcomes(worlds[size], name, clip=0.5, accumulation=accumulation, steps=3, more=every)
+        assert all(run == alike[0] for run in alike)
 
 
 def plainly(name: str, dtype: torch.dtype, world: int) -> tuple[list[float], str]:
@@ -105,8 +115,8 @@ def test_the_scale_of_the_loss_is_undone():
 # --- overflows --------------------------------------------------------------------------------------------------------
 
 
-def overflows(stage: int, recipe: dict[str, Any], poison: bool) -> tuple[str, str, list[float], int]:
-    engine = start(stage, clip=0.5, more=recipe)
+def overflows(name: str, stage: int, recipe: dict[str, Any], poison: bool) -> tuple[str, str, list[float], int]:
+    engine = start(stage, name, clip=0.5, more=recipe)
     take_steps(engine, 2)
     before = digest_of_weights(engine), digest_of_moments(engine)
     scales = [engine.loss_scale.value]
@@ -116,21 +126,21 @@ def overflows(stage: int, recipe: dict[str, Any], poison: bool) -> tuple[str, st
         engine.step()
         assert (digest_of_weights(engine), digest_of_moments(engine)) == before
         scales.append(engine.loss_scale.value)
-    engine.stepping.scale = start(stage, more=FP16).loss_scale  # the next clean step at the same scale, with and without
+    engine.stepping.scale = FixedScale(64.0)  # the next clean step at the same scale, with and without
     take_steps(engine, 1, first=3)
     return digest_of_weights(engine), digest_of_moments(engine), scales, engine.skipped_steps
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("recipe", [DYNAMIC, FP16, BF16], ids=["dynamic", "fixed", "bf16"])
-def test_an_overflow_on_one_rank_changes_nothing_on_any(two, stage, recipe):
-    poisoned, clean = (two.run(overflows, stage, recipe, poison) for poison in (True, False))
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("name", "size"), list(product(IN_16_BITS, (2, 3, 4))) if SOAK else [("plain", 2)])
+def test_an_overflow_on_one_rank_changes_nothing_on_any(worlds, name, size, stage, recipe):
+    poisoned, clean = (worlds[size].run(overflows, name, stage, RECIPES[recipe], poison) for poison in (True, False))
     for bad, good in zip(poisoned, clean, strict=True):
         assert bad[:2] == good[:2], "as if the bad step had not been"
-        assert bad[3] == 1
-        halved = recipe is DYNAMIC
-        assert bad[2][1] == bad[2][0] / (2 if halved else 1)
-    assert poisoned[0] == poisoned[1]
+        assert bad[3] == good[3] + 1
+        assert bad[2][1] == bad[2][0] / (2 if recipe == "dynamic" else 1)
+    assert all(rank == poisoned[0] for rank in poisoned)
 
 
 def test_an_overflow_is_logged_with_its_parameter_and_at_the_minimum_with_advice(caplog):
