@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -30,31 +31,60 @@ class Foreign:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
-        self.moments = {name for hyper in optimizer.param_groups for name in _try_out(optimizer, hyper, device)}
+        self.beginnings = [_beginning(optimizer, group) for group in optimizer.param_groups]
+        tried = zip(optimizer.param_groups, self.beginnings, strict=True)
+        self.moments = {name for hyper, beginning in tried for name in _try_out(optimizer, hyper, beginning, device)}
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
-        del hyper
-        return dict.fromkeys(sorted(self.moments), 0.0)
+        group = next(at for at, known in enumerate(self.optimizer.param_groups) if known is hyper)
+        return {name: self.beginnings[group].moments.get(name, 0.0) for name in sorted(self.moments)}
 
     def update(self, parts: Sequence[Part], hyper: Hyper) -> None:
         proxies = [_proxy(part.weights, part.grads) for part in parts]
-        states = {proxy: _before(part) for proxy, part in zip(proxies, parts, strict=True)}
+        states = {proxy: self._before(part) for proxy, part in zip(proxies, parts, strict=True)}
         after = _step(self.optimizer, hyper, states)
         for proxy, part in zip(proxies, parts, strict=True):
             _keep(after[proxy], part)
+
+    def _before(self, part: Part) -> dict[str, Any]:
+        """What the optimizer left of these elements the last time, or what it began with. Mostly it begins with nothing,
+        and makes what it needs in its first step."""
+        if part.step > 1:
+            return {**part.numbers, **part.states}
+        beginning = self.beginnings[part.group]
+        return deepcopy(beginning.numbers) | {name: part.states[name] for name in beginning.moments}
+
+
+class _Beginning(NamedTuple):
+    """What an optimizer has made of a parameter before its first step: numbers for all elements, and one for each."""
+
+    numbers: dict[str, Any]
+    moments: dict[str, float]
+
+
+def _beginning(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> _Beginning:
+    """Some optimizers make states when they are made: those of one parameter tell of all, if they are constant."""
+    beginning = _Beginning({}, {})
+    param = next((param for param in group["params"] if param.numel() > 1 and optimizer.state.get(param)), None)
+    if param is None:
+        return beginning
+    state = optimizer.state[param]
+    if float(state.get("step", 0)) > 0:
+        raise UsageError("the optimizer has taken steps already", fix="give a new one; load its state once the engine is there")
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            beginning.numbers[name] = value
+        elif value.shape != param.shape or bool((value != value.flatten()[0]).any()):
+            raise _refusal(optimizer, f'it begins with a state "{name}" that is not the same number for every element')
+        else:
+            beginning.moments[name] = float(value.flatten()[0])
+    return beginning
 
 
 def _proxy(weights: Tensor, grads: Tensor) -> nn.Parameter:
     proxy = nn.Parameter(weights)
     proxy.grad = grads
     return proxy
-
-
-def _before(part: Part) -> dict[str, Any]:
-    """What the optimizer left of these elements the last time; nothing before the first, so that it begins by itself."""
-    if part.step == 1:
-        return {}
-    return {**part.numbers, **part.states}
 
 
 def _keep(state: Mapping[str, Any], part: Part) -> None:
@@ -85,14 +115,14 @@ class _Trial(NamedTuple):
     state: Mapping[str, Any]
 
 
-def _try_out(optimizer: torch.optim.Optimizer, hyper: Hyper, device: torch.device) -> set[str]:
+def _try_out(optimizer: torch.optim.Optimizer, hyper: Hyper, beginning: _Beginning, device: torch.device) -> set[str]:
     """The names of what the optimizer remembers of every element. Raises if slices of a parameter, on their own, do not
     become what they become as part of the whole."""
     dice = torch.Generator().manual_seed(0)
     drawn = [torch.randn(_TRIAL_SHAPE, generator=dice).to(device) for _ in range(1 + _TRIAL_STEPS)]
     pieces = [tensor.flatten()[_PIECE].clone() for tensor in drawn]
     try:
-        whole, piece = (_rehearse(optimizer, hyper, weights.clone(), grads) for weights, *grads in (drawn, pieces))
+        whole, piece = (_rehearse(optimizer, hyper, beginning, *tensors) for tensors in (drawn, pieces))
     except Exception as error:
         raise _refusal(optimizer, f"its step() fails on a slice of a parameter: {error}") from error
     if torch.equal(whole.weights, drawn[0]):
@@ -106,8 +136,9 @@ def _try_out(optimizer: torch.optim.Optimizer, hyper: Hyper, device: torch.devic
     return moments
 
 
-def _rehearse(optimizer: torch.optim.Optimizer, hyper: Hyper, weights: Tensor, grads: Sequence[Tensor]) -> _Trial:
-    state: dict[str, Any] = {}
+def _rehearse(optimizer: torch.optim.Optimizer, hyper: Hyper, beginning: _Beginning, given: Tensor, *grads: Tensor) -> _Trial:
+    weights = given.clone()
+    state = deepcopy(beginning.numbers) | {name: torch.full_like(given, start) for name, start in beginning.moments.items()}
     for grad in grads:
         proxy = _proxy(weights, grad.clone())
         state = _step(optimizer, hyper, {proxy: state})[proxy]

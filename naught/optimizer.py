@@ -151,18 +151,17 @@ def optimizer_of(given: Hand, params: Groups | None, device: torch.device) -> Op
         )
     if isinstance(theirs, Optimizer):
         raise UsageError("the optimizer belongs to an engine already", fix="make a new one")
-    if any(float(state.get("step", 1)) > 0 for state in theirs.state.values()):
-        raise UsageError("the optimizer has taken steps already", fix="give a new one; load its state once the engine is there")
+    rule = rule_of(theirs, device)
     theirs.state.clear()  # some make room for all parameters at once
-    return Optimizer(rule_of(theirs, device), theirs.param_groups, theirs.defaults, theirs)
+    return Optimizer(rule, theirs.param_groups, theirs.defaults, theirs)
 
 
 def rule_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Rule:
     """Our own rule where it calls the very kernel that the optimizer would."""
     named = getattr(optimizer, "naught_rule", None)
-    if named is not None:
+    if named is not None and not optimizer.state:
         return RULES[named]
-    if isinstance(optimizer, torch.optim.Adam) and all(map(_is_plainly_fused, optimizer.param_groups)):
+    if isinstance(optimizer, torch.optim.Adam) and not optimizer.state and all(map(_is_plainly_fused, optimizer.param_groups)):
         return Adam("decoupled_weight_decay")
     return Foreign(optimizer, device)
 

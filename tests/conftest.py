@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 from workers import World
 
+if os.environ.get("NAUGHT_DEVICE", "cpu") == "cpu":
+    os.environ["DS_ACCELERATOR"] = "cpu"  # also where there is another
+
 try:
     from hypothesis import settings
 except ImportError:  # a GPU machine may have no more than torch and pytest, and make test-gpu needs no more

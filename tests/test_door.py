@@ -30,7 +30,7 @@ class Numbers(Dataset[torch.Tensor]):
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return batch_of(index, 0)[0]
+        return batch_of(index, 0)[0].cpu()
 
 
 # --- initialize ---------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def loads(stage: int) -> list[list[list[int]]]:
         model=model_of(),
         config=config_of(stage),
         training_data=Numbers(),
-        collate_fn=lambda samples: torch.stack(samples).to(DEVICE),
+        collate_fn=torch.stack,
         model_parameters=None,
         dist_init_required=False,
     )
@@ -77,7 +77,7 @@ def loads(stage: int) -> list[list[list[int]]]:
     for _ in range(2):
         epochs.append([batch[:, 0].tolist() for batch in loader])
         for batch in loader:
-            engine.backward(engine(batch))
+            engine.backward(engine(batch.to(engine.device)))
             engine.step()
     return epochs
 

@@ -88,6 +88,30 @@ def plainly(name: str, world: int, *, grouped: bool = False, of: str = "plain", 
     return digest(list(model.parameters()))
 
 
+class Prepared(torch.optim.Optimizer):
+    """Makes its states when it is made, as some do, and needs an attribute of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.share = 0.9
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"average": torch.full_like(param, 0.5), "count": 0}
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] += 1
+                    state["average"] = state["average"] * self.share + param.grad * (1 - self.share)
+                    param.sub_(state["average"], alpha=group["lr"] / state["count"])
+
+
+MAKE["Prepared"] = Prepared
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_a_torch_optimizer_does_at_every_stage_what_it_does_alone(worlds, name):
     runs = [worlds[2].run(with_mine, stage, name) for stage in range(4)]
