@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from naught.config import Batch
 from naught.errors import UsageError
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "by_an_engine"]
 
 
 @dataclass
@@ -22,11 +24,11 @@ class Accumulation:
     world: int
     every: bool
     managed: bool = True
-    micro_steps: int = 0
-    samples: int = 0  # of all steps so far, over all ranks
     synced: bool = True  # False while the user wants gradients to stay on their rank
     declared: bool | None = None
-    waiting: bool = False  # gradients of a micro-batch that was declared not to be the last
+    micro_steps: int = 0  # since the start of training
+    samples: int = 0  # since then, over all ranks
+    ended: int = 0  # micro-batches of this step that are over, and are not its last
 
     @property
     def steps(self) -> int:
@@ -34,39 +36,56 @@ class Accumulation:
 
     @property
     def at_start(self) -> bool:
-        return not self.waiting and self.micro_steps % self.steps == 0
+        """Whether gradients may be let go: no micro-batch of this step waits for others. Who counts himself decides."""
+        return not self.managed or (self.ended == 0 and self.declared is not False)
 
     @property
     def at_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
         if self.declared is not None:
             return self.declared
-        return not self.managed or (self.micro_steps + 1) % self.steps == 0
+        return not self.managed or self.ended + 1 >= self.steps
 
     def sums_over_ranks(self) -> bool:
         """Whether the gradients of the micro-batch under way are summed over the ranks, where they are whole."""
         return self.synced and (self.every or (self.at_boundary and self.managed))
 
+    def share(self) -> float:
+        """The share of a gradient in that of its step, where no engine has divided the loss."""
+        return 1.0 if _BACKWARDS else 1.0 / self.steps
+
+    def declare(self, *, last: bool) -> None:
+        """The caller says whether the micro-batch that now begins is the last of its step."""
+        if self.declared is False:
+            self.ended += 1
+        self.declared = last
+
     def backward(self) -> None:
-        """A backward has been."""
-        self.waiting = not self.at_boundary if self.declared is not None else self.waiting
+        """A backward of a caller who counts himself is over."""
+        if not self.managed:
+            self.ended += 1
 
     def step(self) -> None:
-        """A micro-batch is over."""
+        """The caller has called step() for a micro-batch."""
+        if self.at_boundary:
+            counted = self.declared is None and self.managed
+            done = self.steps if counted else max(1, self.ended if not self.managed else self.ended + 1)
+            self.samples += done * self.batch.micro * self.world
+            self.ended = 0
+        elif self.declared is None:
+            self.ended += 1
         self.micro_steps += 1
-        self.waiting = False
 
     def start_over(self) -> None:
         """Give up the step under way."""
-        self.micro_steps -= self.micro_steps % self.steps
-        self.waiting = False
+        self.ended = 0
 
-    def resize(self, *, train: int | None = None, micro: int | None = None) -> None:
-        """Another number of samples in a step, which changes the number of micro-batches; or in a micro-batch, which
-        changes the step."""
-        if not self.at_start:
+    def resized(self, *, train: int | None = None, micro: int | None = None) -> Batch:
+        """The batch with another number of samples in a step, which changes the number of micro-batches; or in a
+        micro-batch, which changes the step."""
+        if self.ended or self.declared is False:
             raise UsageError("the batch cannot change in the middle of a step", fix="change it after engine.step()")
-        micro = micro or self.batch.micro
+        micro = self.batch.micro if micro is None else micro
         if micro < 1 or (train is not None and (train < 1 or train % (micro * self.world))):
             wanted = train if train is not None else micro
             raise UsageError(
@@ -74,5 +93,17 @@ class Accumulation:
                 fix=f"choose a multiple of {max(1, micro) * self.world}",
             )
         steps = self.steps if train is None else train // (micro * self.world)
-        self.batch = Batch(micro * steps * self.world, micro, steps)
-        self.micro_steps = 0 if steps == 1 else self.micro_steps - self.micro_steps % steps
+        return Batch(micro * steps * self.world, micro, steps)
+
+
+_BACKWARDS: list[None] = []  # of engines, under way
+
+
+@contextmanager
+def by_an_engine() -> Iterator[None]:
+    """The backward inside is of an engine, which has divided its loss; also for others that the loss depends on."""
+    _BACKWARDS.append(None)
+    try:
+        yield
+    finally:
+        _BACKWARDS.pop()

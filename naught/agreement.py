@@ -29,9 +29,16 @@ def facts_of(model: nn.Module, config: Config, version: str, groups: Sequence[Ma
         kind = f"{str(param.dtype).removeprefix('torch.')}, {'trained' if param.requires_grad else 'frozen'}"
         facts[f"parameter {at}"] = f'"{name}" {list(param.shape)} {kind}' + (f', tied to "{tied}"' if tied != name else "")
     for at, group in enumerate(groups):
-        facts |= {f'"{key}" of parameter group {at}': repr(value) for key, value in group.items() if key != "params"}
+        facts |= {f'"{key}" of parameter group {at}': _told(value) for key, value in group.items() if key != "params"}
         facts[f"members of parameter group {at}"] = ", ".join(keys.get(id(param), "?") for param in group["params"])
     return facts
+
+
+def _told(value: Any) -> str:
+    """A hyperparameter as text that has no address in it."""
+    plain = value.tolist() if isinstance(value, torch.Tensor) else value
+    simple = isinstance(plain, int | float | str | list | tuple | None)
+    return repr(plain) if simple else type(plain).__name__
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:

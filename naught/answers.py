@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from naught.comm import get_local_rank
 from naught.config import Batch, placement_of, to_document
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Answers(nn.Module):
 
     @property
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", self._group.rank))
+        return get_local_rank()
 
     @property
     def global_rank(self) -> int:

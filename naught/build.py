@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from naught.errors import ModelError, UsageError
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.gradients import GradTypes
-from naught.hints import leaf_names
+from naught.hints import leaf_names, renew_loans
 from naught.layout import ALIGN_NUMEL
 from naught.membership import Membership
 from naught.moving import Budgets
@@ -109,11 +109,12 @@ def _value(config: Config, path: str) -> Any:
 
 
 class Surroundings(NamedTuple):
-    """Among whom, where and counted by whom units live."""
+    """Among whom, where and counted by whom units live, and what share of its step a gradient is."""
 
     group: Group
     device: torch.device
     meter: Meter
+    share: Callable[[], float]
 
 
 def build_units(
@@ -144,6 +145,7 @@ def build_units(
         units[spec.name] = Unit(spec.name, parts, placement)
     filling.fill_rest()
     membership.replace(filling.of)
+    renew_loans(model, filling.of)
     _settle_buffers(model, around.device, config)
     return units
 

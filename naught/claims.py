@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from naught.errors import UsageError
 
-__all__ = ["Claims", "refuse_claimed"]
+__all__ = ["Claims", "claimed", "refuse_claimed"]
 
 Owner = TypeVar("Owner")
 
@@ -36,10 +36,14 @@ class Claims(Generic[Owner]):
         return found() if found is not None else None
 
 
-def refuse_claimed(claims: Claims[Owner], module: nn.Module) -> None:
+# What listens to a parameter's module lives as long as that: these claims end with destroy().
+claimed: Claims[object] = Claims()
+
+
+def refuse_claimed(module: nn.Module) -> None:
     """Two engines cannot train one model."""
     for name, param in module.named_parameters():
-        if claims.owner_of(param) is not None:
+        if claimed.owner_of(param) is not None:
             raise UsageError(
                 f'parameter "{name}" belongs to another engine already',
                 fix="call destroy() on that engine, or make the model anew",

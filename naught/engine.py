@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from naught.accumulation import Accumulation
+from naught.accumulation import Accumulation, by_an_engine
 from naught.answers import Answers
 from naught.claims import Claims
-from naught.config import Config
+from naught.config import Batch, Config
 from naught.data import Loader, loader_of
 from naught.errors import ScheduleError, UsageError
-from naught.hooks import on_gradient, recomputing
+from naught.hooks import recomputing
 from naught.norms import norms_by_name
 from naught.observing import Observer, StepFacts
 from naught.parking import Parking
 from naught.passes import Passes
-from naught.precision import DTYPES
+from naught.precision import DTYPES, precision_of
 from naught.stepping import Stepping
 
 __all__ = ["Engine", "engines"]
 
 # The engine that trains a parameter, for functions that are given only that.
 engines: Claims[Engine] = Claims()
+_LIVING: WeakSet[Engine] = WeakSet()
 
 
 class Engine(Answers):
@@ -47,9 +49,9 @@ class Engine(Answers):
         self.passes, self.stepping, self.observer = passes, stepping, observer
         self.parking = Parking(passes.schedule.units.values())
         self.training_dataloader: Loader | None = None  # None: no training_data was given
-        self.divides = True  # a gradient that reaches an output is divided by the number of micro-batches
         self.destroyed = False
         engines.claim(passes.homes, self)
+        _LIVING.add(self)
         if stepping.optimizer is not None:
             stepping.optimizer.trainer = self
 
@@ -72,14 +74,7 @@ class Engine(Answers):
             torch.autocast(self.device.type, DTYPES[cast.dtype], enabled=cast.enabled),
             self.observer.forward(self.module, self.global_steps + 1),
         ):
-            output = self.module(*args, **kwargs)
-            if self.accumulation.steps > 1 and torch.is_grad_enabled():
-                on_gradient(output, self._share)
-            return output
-
-    def _share(self, grad: Tensor) -> Tensor:
-        """A micro-batch's share in the gradient of a step, where a user's own backward begins."""
-        return grad / self.accumulation.steps if self.divides else grad
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of a micro-batch. The loss is divided by the number of micro-batches in a step, unless told
@@ -88,12 +83,10 @@ class Engine(Answers):
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(f"the loss is {what}, not one number", fix="take its mean or its sum first")
         share = loss / self.accumulation.steps if scale_wrt_gas else loss
-        self.divides = False
-        try:
-            with self._all_or_nothing(), _explaining():
-                torch.autograd.backward(self.scale(share), retain_graph=retain_graph)
-        finally:
-            self.divides = True
+        _collect_everywhere()  # what users' own backwards have made is still to be divided
+        with self._all_or_nothing(), _explaining(), by_an_engine():
+            torch.autograd.backward(self.scale(share), retain_graph=retain_graph)
+            _collect_everywhere()
         self.accumulation.backward()
         self.observer.lost(loss)
         return share.detach()
@@ -104,18 +97,19 @@ class Engine(Answers):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the weights if this micro-batch completes a step, and then the learning rate."""
-        self._refuse_inside_gathered()
+        self.refuse_inside_gathered()
         with self._all_or_nothing():
             if self.accumulation.at_boundary:
                 self.passes.complete()
                 self.watch.enter("step")
                 self.stepping.take(**(lr_kwargs or {}))
                 self.watch.after("step")
-                self.accumulation.samples += self.accumulation.batch.train
-                self.observer.stepped(self._facts())
             else:
                 self.passes.close()
+        completes = self.accumulation.at_boundary
         self.accumulation.step()
+        if completes:
+            self.observer.stepped(self._facts())
 
     def _facts(self) -> StepFacts:
         return StepFacts(
@@ -125,27 +119,36 @@ class Engine(Answers):
             rates=self.get_lr(),
             scale=self.loss_scale.value,
             norm=self.get_global_grad_norm(),
-            micro_batches=self.gradient_accumulation_steps(),
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the gradients of this step so far. Between the micro-batches of a step this does nothing, as with
-        DeepSpeed: the engine begins every step without gradients."""
+        """Let go of the gradients of this step so far. Between the micro-batches of a step that the engine counts, or of
+        which the caller has said that it goes on, this does nothing: the engine begins every step without gradients."""
         del set_to_none
         if self.accumulation.at_start:
             self.passes.drop_gradients()
+            self.accumulation.start_over()
+            self.observer.forget()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the micro-batch under way is the last of its step. From here on the caller counts, not the engine."""
-        self.accumulation.declared = is_boundary
+        self.accumulation.declare(last=is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another number of samples in a step, by another number of micro-batches. Between steps."""
-        self.accumulation.resize(train=train_batch_size)
+        self._resize(self.accumulation.resized(train=train_batch_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another number of samples in a micro-batch, and as many times more in a step. Between steps."""
-        self.accumulation.resize(micro=micro_batch_size)
+        self._resize(self.accumulation.resized(micro=micro_batch_size))
+
+    def _resize(self, batch: Batch) -> None:
+        if precision_of(self.settings, batch.accumulation) != precision_of(self.settings, self.accumulation.steps):
+            raise UsageError(
+                "the engine was made for another kind of sum: of one micro-batch in 16 bits, or of several in 32",
+                fix='set data_types.grad_accum_dtype to "fp32", and both are summed alike',
+            )
+        self.accumulation.batch = batch
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -188,10 +191,14 @@ class Engine(Answers):
     ) -> AbstractContextManager[None]:
         """While open, these parameters, or all, can be read and written. All ranks must open it, and write the same,
         unless one rank is the writer: then what that one writes is kept."""
-        return nullcontext() if self.destroyed else self.passes.lending(params, writer)
+        if self.destroyed:
+            return nullcontext()
+        self.refuse_away()
+        return self.passes.lending(params, writer)
 
     def grad_norms(self) -> dict[str, float]:
         """The norm of each parameter's gradient, by name, between backward and step. All ranks must ask."""
+        self.refuse_away()
         self.passes.complete()
         return norms_by_name(self.schedule.units.values(), self.schedule.group, self.loss_scale.value)
 
@@ -220,37 +227,45 @@ class Engine(Answers):
     ) -> None:
         """Move states, all or those of some kinds, from the device to host memory until reload_states()."""
         del pin_memory, non_blocking
-        self._refuse_inside_gathered()
+        self.refuse_away()
+        self.refuse_inside_gathered()
         self.passes.close()
         self.parking.park(include, device)
+        self.passes.away = UsageError("the engine's states are away", fix="call engine.reload_states() first")
 
     def reload_states(self, non_blocking: bool = False) -> None:
         del non_blocking
         self.parking.fetch()
+        self.passes.away = None
 
     def destroy(self) -> None:
         """Give the model whole weights of its own again, and let go of everything. The engine is of no use afterwards."""
-        self._refuse_inside_gathered()
+        self.refuse_inside_gathered()
         if not self.destroyed:
-            self.parking.fetch()
+            self.reload_states()
             self.destroyed = True
             engines.drop(self.passes.homes)
+            _LIVING.discard(self)
             self.passes.remove()
             self.observer.close()
             if self.optimizer is not None:
                 self.optimizer.destroy()
 
-    def _refuse_inside_gathered(self) -> None:
+    def refuse_inside_gathered(self) -> None:
         if self.passes.lent:
             raise UsageError("this cannot be done inside engine.gathered()", fix="do it outside")
+
+    def refuse_away(self) -> None:
+        """Nothing can be done to states that are not there."""
+        if self.destroyed:
+            raise UsageError("the engine was destroyed", fix="make another one with naught.initialize")
+        if self.passes.away is not None:
+            raise self.passes.away
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """An exception ends not only its pass but the whole step, from its first micro-batch on."""
-        if self.destroyed:
-            raise UsageError("the engine was destroyed", fix="make another one with naught.initialize")
-        if self.parking.parked:
-            raise UsageError("the engine's states are away", fix="call engine.reload_states() first")
+        self.refuse_away()
         try:
             yield
         except BaseException:
@@ -258,7 +273,15 @@ class Engine(Answers):
                 raise
             self.passes.abort()
             self.accumulation.start_over()
+            self.observer.forget()
             raise
+
+
+def _collect_everywhere() -> None:
+    """Take up gradients while it is known who has divided them. A loss may go through several engines."""
+    for engine in _LIVING:
+        if engine.accumulation.steps > 1:
+            engine.passes.collect()
 
 
 def _to_half(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ __all__ = ["Foreign"]
 
 _TRIAL_SHAPE = (8, 16)
 _TRIAL_STEPS = 3
+_TRIAL_RATE = 1e-2
 _PIECE = slice(32, 96)  # of the flattened trial
 
 
@@ -34,6 +35,7 @@ class Foreign:
         self.beginnings = [_beginning(optimizer, group) for group in optimizer.param_groups]
         tried = zip(optimizer.param_groups, self.beginnings, strict=True)
         self.moments = {name for hyper, beginning in tried for name in _try_out(optimizer, hyper, beginning, device)}
+        self.changes: dict[int, _Changes] = {}  # what this step has done to the groups, and to the optimizer itself
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         group = next(at for at, known in enumerate(self.optimizer.param_groups) if known is hyper)
@@ -42,7 +44,7 @@ class Foreign:
     def update(self, parts: Sequence[Part], hyper: Hyper) -> None:
         proxies = [_proxy(part.weights, part.grads) for part in parts]
         states = {proxy: self._before(part) for proxy, part in zip(proxies, parts, strict=True)}
-        after = _step(self.optimizer, hyper, states)
+        after, self.changes[parts[0].group] = _step(self.optimizer, hyper, states)
         for proxy, part in zip(proxies, parts, strict=True):
             _keep(after[proxy], part)
 
@@ -53,6 +55,20 @@ class Foreign:
             return {**part.numbers, **part.states}
         beginning = self.beginnings[part.group]
         return deepcopy(beginning.numbers) | {name: part.states[name] for name in beginning.moments}
+
+    def commit(self) -> None:
+        """A step is over. It was many calls, each of which began with the same counters: now those are counted once."""
+        for group, changes in self.changes.items():
+            self.optimizer.param_groups[group].update(changes.group)
+            self.optimizer.__dict__.update(changes.attributes)
+        self.changes.clear()
+
+
+class _Changes(NamedTuple):
+    """What a step has changed of an optimizer beside weights and states."""
+
+    group: dict[str, Any]
+    attributes: dict[str, Any]
 
 
 class _Beginning(NamedTuple):
@@ -95,19 +111,34 @@ def _keep(state: Mapping[str, Any], part: Part) -> None:
             part.states[name].copy_(value)
 
 
-def _step(optimizer: torch.optim.Optimizer, hyper: Hyper, states: Mapping[nn.Parameter, dict[str, Any]]) -> Any:
+def _step(
+    optimizer: torch.optim.Optimizer,
+    hyper: Hyper,
+    states: Mapping[nn.Parameter, dict[str, Any]],
+    attributes: Mapping[str, Any] | None = None,
+) -> tuple[Mapping[nn.Parameter, Mapping[str, Any]], _Changes]:
     """One step of a hand, on these parameters. A scheduler may have wrapped the optimizer's own step: the class has it."""
     kind = type(optimizer)
     hand = object.__new__(kind)
-    hand.__dict__.update(optimizer.__dict__)
-    hand.__dict__.pop("step", None)
+    before = {name: value for name, value in {**optimizer.__dict__, **(attributes or {})}.items() if name != "step"}
+    hand.__dict__.update(before)
     hand._optimizer_step_pre_hooks, hand._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     hand.param_groups = [{**hyper, "params": list(states)}]
     hand.state = defaultdict(dict)
     for proxy, state in states.items():
         hand.state[proxy] = state
     kind.step(hand)
-    return hand.state
+    attributes_after = {name: value for name, value in vars(hand).items() if name not in _TORCHS}
+    changes = _Changes(_changed(hyper, hand.param_groups[0]), _changed(before, attributes_after))
+    return {proxy: hand.state[proxy] for proxy in states}, changes
+
+
+# Attributes that every optimizer has, and that a hand has of its own.
+_TORCHS = {"state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in after.items() if name != "params" and value is not before.get(name)}
 
 
 class _Trial(NamedTuple):
@@ -138,11 +169,25 @@ def _try_out(optimizer: torch.optim.Optimizer, hyper: Hyper, beginning: _Beginni
 
 def _rehearse(optimizer: torch.optim.Optimizer, hyper: Hyper, beginning: _Beginning, given: Tensor, *grads: Tensor) -> _Trial:
     weights = given.clone()
-    state = deepcopy(beginning.numbers) | {name: torch.full_like(given, start) for name, start in beginning.moments.items()}
+    state: Mapping[str, Any] = deepcopy(beginning.numbers) | {
+        name: torch.full_like(given, start) for name, start in beginning.moments.items()
+    }
+    attributes: dict[str, Any] = {}
+    hyper = {**hyper, **_trial_rate(hyper)}
     for grad in grads:
         proxy = _proxy(weights, grad.clone())
-        state = _step(optimizer, hyper, {proxy: state})[proxy]
+        states, changes = _step(optimizer, hyper, {proxy: dict(state)}, attributes)
+        state = states[proxy]
+        hyper, attributes = {**hyper, **changes.group}, {**attributes, **changes.attributes}
     return _Trial(weights, state)
+
+
+def _trial_rate(hyper: Hyper) -> dict[str, Any]:
+    """A rate that can be seen: a warm-up may begin at zero."""
+    rate = hyper.get("lr")
+    if isinstance(rate, Tensor):
+        return {"lr": torch.full_like(rate, _TRIAL_RATE)}
+    return {"lr": _TRIAL_RATE} if isinstance(rate, int | float) else {}
 
 
 def _refusal(optimizer: torch.optim.Optimizer, why: str) -> UsageError:

@@ -1,8 +1,8 @@
 """Fragments: one parameter's weights, gradient and optimizer states, whole or as far as this rank has them, by DeepSpeed's
 names. Read and written at every stage.
 
-What is whole is put together from all ranks: every rank must call. A gradient is there between backward and step, as the
-mean over the ranks, without the scale of the loss.
+Every rank must call them, in the same order: what is whole is put together from all ranks, and a gradient is summed over
+them first. It is there between backward and step, as the mean over the ranks, without the scale of the loss.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Home(NamedTuple):
         """The parameter's part of a flat of which every rank has a part."""
         slot = self.segment.layout.slots[self.place]
         if self.segment.everywhere:
-            return owned[slot.span.start : slot.span.stop].float().reshape(slot.shape)
+            return owned[slot.span.start : slot.span.stop].to(torch.float32, copy=True).reshape(slot.shape)
         spans = [self._span(rank) for rank in range(self.group.size)]
         row = torch.zeros(max(span.numel for span in spans), dtype=torch.float32, device=owned.device)
         row[: spans[self.group.rank].numel] = self.local(owned)
@@ -70,13 +70,13 @@ class _Home(NamedTuple):
                 f'"{slot.name}" has the shape {list(slot.shape)}, and the value {list(value.shape)}', fix="give one of its shape"
             )
         span = Span(0, slot.span.numel) if self.segment.everywhere else self._span(self.group.rank)
-        self.local(owned).copy_(value.reshape(-1)[span.start : span.stop])
+        self.local(owned).copy_(value.detach().reshape(-1)[span.start : span.stop])
 
     def write_local(self, owned: Tensor, value: Tensor) -> None:
         mine = self.local(owned)
         if value.numel() != mine.numel():
             raise UsageError(f"this rank has {mine.numel()} elements of the parameter, not {value.numel()}", fix="give as many")
-        mine.copy_(value.reshape(-1))
+        mine.copy_(value.detach().reshape(-1))
 
     def _span(self, rank: int) -> Span:
         """What a rank updates of the parameter, from the parameter's own start."""
@@ -105,10 +105,13 @@ class _Home(NamedTuple):
             unit.fetch()
 
 
-def _home_of(param: nn.Parameter) -> _Home:
+def _home_of(param: nn.Parameter, *, writes: bool = False) -> _Home:
     engine = engines.owner_of(param)
     if engine is None:
         raise UsageError("the parameter belongs to no engine", fix="call naught.initialize with its model first")
+    engine.refuse_away()
+    if writes:
+        engine.refuse_inside_gathered()
     for segment in engine.schedule.units[engine.passes.homes[param]].segments:
         for index, member in enumerate(segment.weights.params):
             if member is param:
@@ -127,7 +130,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Write the parameter, and what it is rounded to. All ranks must give the same value."""
-    home = _home_of(param)
+    home = _home_of(param, writes=True)
     home.engine.passes.close()
     home.write(home.masters(), value)
     home.written()
@@ -141,7 +144,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    home = _home_of(param)
+    home = _home_of(param, writes=True)
     home.write(_present(home.grads(), "gradient"), value * home.engine.loss_scale.value)
     home.segment.grads.used[home.place] = True
 
@@ -154,7 +157,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    home = _home_of(param)
+    home = _home_of(param, writes=True)
     home.write(_present(home.moments(optim_state_key), f'state "{optim_state_key}"'), value)
 
 
@@ -179,7 +182,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Write this rank's part; all ranks must call, for weights that are whole on each."""
-    home = _home_of(param)
+    home = _home_of(param, writes=True)
     home.engine.passes.close()
     home.write_local(home.masters(), value)
     home.written()
@@ -192,7 +195,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    home = _home_of(param)
+    home = _home_of(param, writes=True)
     home.write_local(_present(home.grads(), "gradient"), value * home.engine.loss_scale.value)
     home.segment.grads.used[home.place] = True
 
@@ -204,7 +207,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    home = _home_of(param)
+    home = _home_of(param, writes=True)
     home.write_local(_present(home.moments(optim_state_key), f'state "{optim_state_key}"'), value)
 
 

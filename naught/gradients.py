@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -55,12 +55,20 @@ class _Sum:
 
 
 class Gradients:
-    """The gradients of a segment on one rank: those being collected, and the sum that waits for the update."""
+    """The gradients of a segment on one rank: those being collected, and the sum that waits for the update. `share` tells
+    by what a gradient that is made now must still be multiplied."""
 
     def __init__(
-        self, params: Sequence[nn.Parameter], layout: Layout, types: GradTypes, placement: Placement, group: Group, meter: Meter
+        self,
+        params: Sequence[nn.Parameter],
+        layout: Layout,
+        types: GradTypes,
+        placement: Placement,
+        group: Group,
+        meter: Meter,
+        share: Callable[[], float],
     ) -> None:
-        self.params, self.placement, self.group = list(params), placement, group
+        self.params, self.placement, self.group, self.share = list(params), placement, group, share
         category = Buffer.GRAD_FLATS if placement.grad.split else Buffer.WHOLE_GRADS
         self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=meter)
         self.content = Content.NOTHING
@@ -99,7 +107,7 @@ class Gradients:
 
     def take(self, index: int) -> None:
         """Take up one parameter's gradient at once."""
-        grad = _made(self.params[index])
+        grad = self._made(index)
         assert grad is not None
         if self.content is Content.SENT:
             return  # a late one: the next collect finds it
@@ -114,7 +122,7 @@ class Gradients:
     def collect(self) -> None:
         """Take up what autograd has made and nobody has taken: copied into the flat, or added to what is there. While the
         flat is under way, what is made waits for the next time."""
-        made = [(index, grad) for index, grad in enumerate(map(_made, self.params)) if grad is not None]
+        made = [(index, grad) for index, grad in enumerate(map(self._made, range(len(self.params)))) if grad is not None]
         if not made or self.content is Content.SENT:
             return
         self.open()
@@ -186,8 +194,11 @@ class Gradients:
             param.grad = None
         self.flat.free()
 
-
-def _made(param: nn.Parameter) -> Tensor | None:
-    """The gradient that autograd has made, without the graph that it may have of its own."""
-    grad = param.grad
-    return grad if grad is None or not grad.requires_grad else grad.detach()
+    def _made(self, index: int) -> Tensor | None:
+        """The gradient that autograd has made, without the graph that it may have of its own."""
+        grad = self.params[index].grad
+        if grad is None:
+            return None
+        share = self.share()
+        grad = grad.detach() if grad.requires_grad else grad
+        return grad if share == 1.0 else grad * share

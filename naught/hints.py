@@ -12,6 +12,7 @@ from weakref import ReferenceType, ref
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from naught.claims import claimed
 from naught.errors import UsageError
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "leaf_names",
     "loans_of",
     "register_external_parameter",
+    "renew_loans",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
@@ -104,13 +106,15 @@ class Loan(NamedTuple):
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Say that a module's forward uses this parameter of another module. Where a forward uses it by itself, the engine
-    finds that out; this is for uses that it cannot see. Before initialize."""
+    finds that out; this is for uses that it cannot see. Before initialize: afterwards it is an error."""
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         kinds = f"{type(module).__name__} and {type(parameter).__name__}"
         raise UsageError(
             f"register_external_parameter wants a module and a parameter, not {kinds}",
             fix="call register_external_parameter(module, parameter)",
         )
+    if claimed.owner_of(parameter) is not None:
+        raise UsageError("the parameter belongs to an engine already", fix="register it before naught.initialize")
     _LOANS.setdefault(module, []).append(ref(parameter))
 
 
@@ -127,3 +131,11 @@ def loans_of(model: nn.Module) -> Iterator[Loan]:
             param = held()
             if param is not None:
                 yield Loan(name, param)
+
+
+def renew_loans(model: nn.Module, successor: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Parameters that were built on the meta device have others in their place now."""
+    for module in model.modules():
+        if module in _LOANS:
+            held = (member() for member in _LOANS[module])
+            _LOANS[module] = [ref(successor(param)) for param in held if param is not None]

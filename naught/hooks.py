@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from naught.steps import Moment
 
-__all__ = ["Hooks", "Listener", "keep_out_of_graphs", "on_gradient", "recomputing"]
+__all__ = ["Hooks", "Listener", "keep_out_of_graphs", "recomputing"]
 
 
 class Listener(Protocol):
@@ -252,12 +252,6 @@ class Hooks:
                 self._say_grad(unit)
 
         return fire
-
-
-def on_gradient(output: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Let a gradient that reaches a model's output be changed before it goes on."""
-    for tensor in _inside_graph(output):
-        tensor.register_hook(change)  # type: ignore[no-untyped-call]
 
 
 def keep_out_of_graphs() -> None:

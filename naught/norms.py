@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from naught.comm import Group
+from naught.layout import intersect
 from naught.unit import Unit
 
 __all__ = ["norms_by_name"]
@@ -19,12 +20,14 @@ def norms_by_name(units: Iterable[Unit], group: Group, scale: float) -> dict[str
     names = [slot.name for segment in segments for slot in segment.layout.slots]
     squares: list[float] = []
     for segment in segments:
-        total, shard = segment.grads.sum(), segment.layout.shard(group.rank)
+        total = segment.grads.sum()
         for slot in segment.layout.slots:
-            start, stop = max(slot.span.start, shard.start), min(slot.span.stop, shard.stop)
-            begin = segment.states.owned.start
-            mine = None if total is None or start >= stop else total[start - begin : stop - begin]
-            squares.append(0.0 if mine is None else float(mine.double().square().sum()))
+            common = intersect(slot.span, segment.layout.shard(group.rank))
+            if total is None or common is None:
+                squares.append(0.0)
+            else:
+                begin = segment.states.owned.start
+                squares.append(float(total[common.start - begin : common.stop - begin].double().square().sum()))
     if not names:
         return {}
     sums = group.exchange(torch.tensor(squares, dtype=torch.float64)).sum(0).tolist()

@@ -51,16 +51,28 @@ class Observer:
     def stepped(self, facts: StepFacts) -> None:
         """A step is over, taken or skipped."""
         if self.monitor.enabled:
-            self.monitor.write_events(self._events(facts))
+            self._write(self._events(facts))
             self.losses.clear()
         if self.log is not None:
             self.log.stepped(facts)
 
+    def forget(self) -> None:
+        """The step under way is given up."""
+        self.losses.clear()
+
+    def _write(self, events: list[Event]) -> None:
+        """Only this rank writes, and the others go on: a disk that is full must not part them. It is said, once."""
+        try:
+            self.monitor.write_events(events)
+        except Exception:
+            _LOG.exception("the monitor failed and is switched off; training goes on")
+            self.monitor.sinks.clear()
+
     def _events(self, facts: StepFacts) -> list[Event]:
-        values = {"lr": facts.rates[0]}
+        values = {"lr": facts.rates[0]} if facts.rates else {}
         if self.losses:
-            # Earlier ones belong to a step that an exception has ended. One wait for the device is enough for all.
-            losses = torch.stack(self.losses[-facts.micro_batches :]).tolist()
+            # One wait for the device is enough for all.
+            losses = torch.stack(self.losses).tolist()
             values["train_loss"] = sum(losses) / len(losses)
         if self.config.fp16.enabled:
             values["loss_scale"] = facts.scale

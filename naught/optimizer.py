@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,10 @@ __all__ = ["Groups", "Optimizer", "Trainer", "groups_of", "optimizer_of", "rule_
 
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Hand = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+_READ_STATES = "read them with naught.utils.safe_get_full_optimizer_state; checkpoints come with a later release"
+_WRITE_STATES = "write them with naught.utils.safe_set_full_optimizer_state; checkpoints come with a later release"
 
 
 class Trainer(Protocol):
@@ -44,9 +49,9 @@ class Optimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        self.trainer: Trainer | None = None  # None: not part of an engine yet, or no longer
         super().__init__(list(groups), defaults)
         self.rule, self.optimizer = rule, optimizer
-        self.trainer: Trainer | None = None  # None: not part of an engine yet, or no longer
         if optimizer is not None:
             self.param_groups = optimizer.param_groups
 
@@ -64,14 +69,32 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._trainer().zero_grad(set_to_none)
 
+    def will_step(self) -> None:
+        """Hooks that the user has registered on their own optimizer's step are called around the engine's."""
+        if self.optimizer is not None:
+            for hook in self.optimizer._optimizer_step_pre_hooks.values():
+                hook(self.optimizer, (), {})
+
     def has_stepped(self) -> None:
         """Torch's schedulers look here when they want to know whether an update has been."""
         for held in (self, self.optimizer):
             if held is not None:
                 held._opt_called = True  # type: ignore[attr-defined]
+        if isinstance(self.rule, Foreign):
+            self.rule.commit()
+        if self.optimizer is not None:
+            for hook in self.optimizer._optimizer_step_post_hooks.values():
+                hook(self.optimizer, (), {})
+
+    def state_dict(self) -> dict[str, Any]:
+        raise UsageError("an optimizer's states are in the engine, on all ranks", fix=_READ_STATES)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        del state_dict
+        raise UsageError("an optimizer's states are in the engine, on all ranks", fix=_WRITE_STATES)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if getattr(self, "trainer", None) is not None:
+        if self.trainer is not None:
             raise UsageError("parameter groups cannot be added to an engine", fix="give all of them to naught.initialize")
         super().add_param_group(param_group)
 
@@ -158,12 +181,18 @@ def optimizer_of(given: Hand, params: Groups | None, device: torch.device) -> Op
 
 def rule_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Rule:
     """Our own rule where it calls the very kernel that the optimizer would."""
-    named = getattr(optimizer, "naught_rule", None)
-    if named is not None and not optimizer.state:
-        return RULES[named]
-    if isinstance(optimizer, torch.optim.Adam) and not optimizer.state and all(map(_is_plainly_fused, optimizer.param_groups)):
-        return Adam("decoupled_weight_decay")
+    if not optimizer.state:
+        for kind in type(optimizer).__mro__:
+            if "naught_rule" in vars(kind) and _has_the_step_of(optimizer, kind):
+                return RULES[vars(kind)["naught_rule"]]
+        if _has_the_step_of(optimizer, torch.optim.Adam) and all(map(_is_plainly_fused, optimizer.param_groups)):
+            return Adam("decoupled_weight_decay")
     return Foreign(optimizer, device)
+
+
+def _has_the_step_of(optimizer: torch.optim.Optimizer, kind: type) -> bool:
+    """Whether an optimizer is of this kind and has no step() of its own. Torch wraps the step of every class in use."""
+    return isinstance(optimizer, kind) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)  # type: ignore[attr-defined]
 
 
 def _is_plainly_fused(group: Mapping[str, Any]) -> bool:

@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from naught.errors import UsageError
 from naught.flat import Flat
+from naught.holding import Buffer
 from naught.unit import Segment, Unit
 
 __all__ = ["Parking"]
 
 _HOST = torch.device("cpu")
+_AWAY = "away"  # a category of the meter
 Return = Callable[[], None]
 
 
@@ -48,51 +51,49 @@ def _name(kind: Any) -> str:
 
 
 def _moments(segment: Segment) -> list[Return]:
-    states = segment.states
-
-    device = segment.weights.device
-    host = states.moments = {name: moment.to(_HOST) for name, moment in states.moments.items()}
+    states, move = segment.states, _mover(segment, "states")
+    host = states.moments = {name: move(moment, _HOST) for name, moment in states.moments.items()}
 
     def bring_back() -> None:
-        states.moments = {name: moment.to(device) for name, moment in host.items()}
+        states.moments = {name: move(moment, segment.weights.device) for name, moment in host.items()}
 
     return [bring_back]
 
 
 def _masters(segment: Segment) -> list[Return]:
-    states, device = segment.states, segment.weights.device
+    states, move = segment.states, _mover(segment, "masters")
     if states.masters is None:
         return []
-    host = states.masters = states.masters.to(_HOST)
+    host = states.masters = move(states.masters, _HOST)
 
     def bring_back() -> None:
-        states.masters = host.to(device)
+        states.masters = move(host, segment.weights.device)
 
     return [bring_back]
 
 
 def _weights(segment: Segment) -> list[Return]:
-    weights, device = segment.weights, segment.weights.device
-    if weights.split:
-        host = weights.shard = weights.shard.to(_HOST)
+    weights, move = segment.weights, _mover(segment, "weights")
+    if not weights.split:
+        weights.hide()
+        return [weights.bind, _flat(weights.flat)]  # they come back in reverse
+    host = weights.shard = move(weights.shard, _HOST)
 
-        def bring_back() -> None:
-            weights.shard = host.to(device)
+    def bring_back() -> None:
+        weights.shard = move(host, weights.device)
 
-        return [bring_back]
-    weights.hide()
-    return [weights.bind, _flat(weights.flat)]  # they come back in reverse
+    return [bring_back]
 
 
 def _gradients(segment: Segment) -> list[Return]:
-    owned, device = segment.grads.owned, segment.weights.device
+    owned, move = segment.grads.owned, _mover(segment, Buffer.OWNED_GRADS)
     back = [_flat(segment.grads.flat)] if segment.grads.flat.allocated else []
     if owned.value is None:
         return back
-    host = owned.value = owned.value.to(_HOST)
+    host = owned.value = move(owned.value, _HOST)
 
     def bring_back() -> None:
-        owned.value = host.to(device)
+        owned.value = move(host, segment.weights.device)
 
     return [*back, bring_back]
 
@@ -100,12 +101,27 @@ def _gradients(segment: Segment) -> list[Return]:
 def _flat(flat: Flat) -> Return:
     host = flat.tensor.to(_HOST, copy=True)
     flat.free()
+    flat.meter.change(_AWAY, host.nbytes)
 
     def bring_back() -> None:
+        flat.meter.change(_AWAY, -host.nbytes)
         flat.alloc()
         flat.tensor.copy_(host)
 
     return bring_back
+
+
+def _mover(segment: Segment, category: str) -> Callable[[Tensor, torch.device], Tensor]:
+    """Copies a tensor to the host or back, and has its bytes counted where they are."""
+    meter = segment.weights.flat.meter
+
+    def move(tensor: Tensor, to: torch.device) -> Tensor:
+        sign = -1 if to is _HOST else 1
+        meter.change(category, sign * tensor.nbytes)
+        meter.change(_AWAY, -sign * tensor.nbytes)
+        return tensor.to(to, copy=True)
+
+    return move
 
 
 # By DeepSpeed's names. There is no buffer of gradients beside the gradients themselves.

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import nn
 
-from naught.claims import Claims
+from naught.claims import claimed
 from naught.errors import UsageError
 from naught.hints import loans_of
 from naught.hooks import Hooks, keep_out_of_graphs
+from naught.lending import Lending
 from naught.schedule import Schedule
 from naught.scout import Scout
 from naught.steps import Moment, Pass
-from naught.unit import Unit
 from naught.update import tampered
 from naught.watch import Watch
 
-__all__ = ["Passes", "claimed"]
-
-# Models live on with the hooks of their engine: these claims end with destroy().
-claimed: Claims[Passes] = Claims()
+__all__ = ["Passes"]
 
 _LARGE_BYTES = 1 << 16
 
@@ -39,7 +36,7 @@ class Passes:
             name for name, unit in schedule.units.items() if unit.placement.param.split or (lazy and unit.placement.optim.split)
         }
         self.summed = False  # no gradient of this step waits to be summed over the ranks
-        self.lent: set[str] = set()  # units whose parameters are the user's for a while
+        self.away: UsageError | None = None  # why the weights cannot be had now, where they cannot
         self.recording = ExitStack()  # holds a scout while a forward is recorded
         self.homes = {
             param: unit.name for unit in schedule.units.values() for segment in unit.segments for param in segment.weights.params
@@ -53,6 +50,7 @@ class Passes:
             for index, param in enumerate(segment.weights.params)
             if param.nbytes >= _LARGE_BYTES
         }
+        self.lends = Lending(schedule, self.homes)
         claimed.claim(self.homes, self)
         self.places = [
             (inner._parameters, short, param)
@@ -77,10 +75,17 @@ class Passes:
         if self.is_recording() and self.coming_and_going:
             self.recording.enter_context(Scout(self.homes, self._found))
 
+    @property
+    def lent(self) -> set[str]:
+        """Units whose parameters are the user's for a while."""
+        return self.lends.lent
+
     def is_recording(self) -> bool:
         return self.schedule.current is not None and self.schedule.current.program is None
 
     def _open(self, *, training: bool) -> None:
+        if self.away is not None:
+            raise self.away
         if self.lent:
             raise UsageError("the model was called inside engine.gathered()", fix="call it outside")
         running = self.schedule.current
@@ -127,6 +132,8 @@ class Passes:
         self._refuse_absent("load the state_dict inside engine.gathered()")
 
     def _refuse_absent(self, fix: str) -> None:
+        if self.away is not None:
+            raise self.away
         if any(not unit.present and name not in self.lent for name, unit in self.schedule.units.items()):
             raise UsageError("the parameters are not here: each rank keeps its part of them", fix=fix)
 
@@ -157,9 +164,14 @@ class Passes:
         if self.schedule.current is not None and self.schedule.current.seen_backward:
             self.close()
         for unit in self.schedule.units.values():
-            for segment in unit.trained:
-                segment.grads.drop()
+            for segment in unit.segments:
+                segment.grads.drop()  # also what autograd makes for parameters that are in no group
         self.summed = False
+
+    def collect(self) -> None:
+        """Take up every gradient that has been made so far."""
+        for unit in self.schedule.units.values():
+            unit.collect()
 
     def amiss(self) -> UsageError | None:
         """What users may have done to parameters that makes a step wrong."""
@@ -179,47 +191,12 @@ class Passes:
         self.drop_gradients()
         self.watch.rest()
 
-    @contextmanager
-    def lending(self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None) -> Iterator[None]:
-        """While open, the units of these parameters, or all, are whole and the user's. What the writer's rank has written
-        is kept; without one, all ranks must write the same. Within itself it is open already."""
-        names = (
-            self.schedule.order if params is None else [name for name in self.schedule.order if name in self._units_of(params)]
-        )
-        units = [self.schedule.units[name] for name in names if name not in self.lent]
-        if not units:
-            yield
-            return
+    def lending(self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None) -> AbstractContextManager[None]:
+        """Lend the units of these parameters, or all."""
         running = self.schedule.current
         if running is not None and (running.seen_backward or not running.training):
             self.close()
-        self.schedule.group.raise_together(tampered(units))
-        held = self._held_anywhere(units)
-        for unit in units:
-            unit.lend()
-        self.lent |= {unit.name for unit in units}
-        try:
-            yield
-        finally:
-            self.lent -= {unit.name for unit in units}
-            for unit in units:
-                if writer is not None:
-                    unit.spread(writer)
-                unit.take_back()
-            for unit in held:  # a pass that is still open counts on them
-                unit.fetch()
-
-    def _units_of(self, params: Iterable[nn.Parameter]) -> set[str]:
-        return {self.homes[param] for param in params}
-
-    def _held_anywhere(self, units: Sequence[Unit]) -> list[Unit]:
-        """Split units that some rank holds, or has begun to gather, for the backward that is to come."""
-        if self.schedule.current is None:
-            return []
-        held = [unit.placement.param.split and (unit.present or bool(unit.pending)) for unit in units]
-        flags = torch.tensor(held, dtype=torch.int64)
-        anywhere = self.schedule.group.exchange(flags).amax(0).tolist()
-        return [unit for unit, held in zip(units, anywhere, strict=True) if held]
+        return self.lends.open(params, writer)
 
     def remove(self) -> None:
         """Give the model whole weights of its own again, and stop to listen."""

@@ -11,23 +11,23 @@ import torch
 from torch import nn
 
 import naught
+from naught import comm
+from naught.accelerator import get_accelerator
 from naught.accumulation import Accumulation
 from naught.agreement import agree, facts_of
 from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
-from naught.comm import Group, Ledger
-from naught.comm.group import Mean
+from naught.comm import Group, Ledger, Mean
 from naught.comm.launch import find_seat
-from naught.comm.starting import init_distributed
 from naught.config import Config, Source, derive_batch, load
-from naught.data import Loader
+from naught.data import Loader, loader_of
 from naught.devices import device_for, keep_freed_pages
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
 from naught.membership import Membership
 from naught.observing import Observer
 from naught.optimizer import Groups, Hand, Optimizer, groups_of, optimizer_of
-from naught.passes import Passes, claimed
+from naught.passes import Passes
 from naught.precision import loss_scale_of, precision_of
 from naught.rates import RateSchedule
 from naught.rules import RULES
@@ -70,38 +70,59 @@ def initialize(
     the configuration names, else there is none and the model only computes. The schedule of the learning rate is the
     configuration's, else the caller's. The model is moved to this rank's accelerator, if there is one.
     """
-    if dist_init_required or (dist_init_required is None and find_seat(os.environ, port=distributed_port) is not None):
-        init_distributed(distributed_port=distributed_port)
-    with Group(Ledger(), torch.device("cpu"), reduce_numel=1).together():
+    if dist_init_required or (dist_init_required is None and not comm.is_initialized() and find_seat(os.environ) is not None):
+        comm.init_distributed(distributed_port=distributed_port)
+    with Group(Ledger(), torch.device(get_accelerator().current_device_name()), reduce_numel=1).together():
         settings = load(_source(args, config, config_params))
         refuse_what_is_not_there_yet(settings)
         _refuse(model, mpu, mesh_param)
         assert model is not None
         device = device_for(model)
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
-        groups = [] if chosen is None else chosen.param_groups
-        membership = Membership(model, groups)
         rates = _rates(settings, chosen, lr_scheduler)
+        membership = Membership(model, [] if chosen is None else chosen.param_groups)
     watch = Watch(device)
-    mean = Mean(settings.gradient_allreduce_op == "mean", settings.prescale_gradients, settings.gradient_predivide_factor)
-    group = Group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=mean)
-    observer = Observer(settings, watch, group.rank)
-    agree(group, facts_of(model, settings, naught.__version__, groups))
-    batch = derive_batch(settings, group.size)
+    group = Group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=_mean(settings))
+    agree(group, facts_of(model, settings, naught.__version__, membership.groups))
+    with group.together():
+        batch = derive_batch(settings, group.size)
+        observer = Observer(settings, watch, group.rank)
+        loader = None
+        if training_data is not None:
+            loader = loader_of(
+                training_data,
+                batch_size=batch.micro,
+                rank=group.rank,
+                world=group.size,
+                collate_fn=collate_fn,
+                pin_memory=True,
+                drop_last=settings.dataloader_drop_last,
+            )
     accumulation = Accumulation(
         batch, group.size, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
     )
-    precision = precision_of(settings, batch.accumulation)
-    units = build_units(model, settings, precision, membership, Surroundings(group, device, watch.meter))
-    schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
-    keep_freed_pages(device)
-    passes = Passes(model, schedule, watch, accumulation.sums_over_ranks, lazy=settings.naught.lazy_weights)
-    limits = limits_of(settings, precision.weights.itemsize)
+    passes = _listen(model, settings, membership, group, watch, accumulation)
+    limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
     stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
     engine = Engine(model, settings, accumulation, passes, stepping, observer)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    return Started(engine, chosen, engine.training_dataloader, rates)
+    engine.training_dataloader = loader
+    return Started(engine, chosen, loader, rates)
+
+
+def _mean(settings: Config) -> Mean:
+    return Mean(settings.gradient_allreduce_op == "mean", settings.prescale_gradients, settings.gradient_predivide_factor)
+
+
+def _listen(
+    model: nn.Module, settings: Config, membership: Membership, group: Group, watch: Watch, accumulation: Accumulation
+) -> Passes:
+    """Move the model into flats, and listen to it."""
+    precision = precision_of(settings, accumulation.steps)
+    around = Surroundings(group, watch.device, watch.meter, accumulation.share)
+    units = build_units(model, settings, precision, membership, around)
+    schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
+    keep_freed_pages(watch.device)
+    return Passes(model, schedule, watch, accumulation.sums_over_ranks, lazy=settings.naught.lazy_weights)
 
 
 def _source(args: Any, *given: Source | None) -> Source:
@@ -120,7 +141,7 @@ def _source(args: Any, *given: Source | None) -> Source:
 def _refuse(model: nn.Module | None, mpu: Any, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="give model=...")
-    refuse_claimed(claimed, model)
+    refuse_claimed(model)
     if mesh_param is not None or (mpu is not None and mpu.get_model_parallel_world_size() > 1):
         raise UsageError("there is no model parallelism yet", fix="leave mpu and mesh_param out")
 
@@ -128,7 +149,8 @@ def _refuse(model: nn.Module | None, mpu: Any, mesh_param: Any) -> None:
 def _optimizer(
     settings: Config, model: nn.Module, given: Hand | None, params: Groups | None, device: torch.device
 ) -> Optimizer | None:
-    params = params if params is None else list(params)  # type: ignore[assignment]  # a generator is read once
+    if params is not None and not isinstance(params, nn.Parameter | dict):
+        params = list(params)  # type: ignore[assignment]  # a generator is read once
     trained = [param for param in model.parameters() if param.requires_grad]
     if given is not None:
         return optimizer_of(given, trained if params is None else params, device)

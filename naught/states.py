@@ -10,7 +10,7 @@ from torch import Tensor
 
 from naught.comm import Group
 from naught.flat import Meter
-from naught.layout import Layout, Slot, Span, intersect
+from naught.layout import Layout, Span, intersect
 from naught.rules import Hyper, Part, Rule
 
 __all__ = ["States", "Updating"]
@@ -62,6 +62,7 @@ class States:
     def let_go(self) -> None:
         self.meter.change("states", -sum(moment.nbytes for moment in self.moments.values()))
         self.moments.clear()
+        self.numbers = [{} for _ in self.numbers]
         if self.masters is not None:
             self.meter.change("masters", -self.masters.nbytes)
             self.masters = None
@@ -101,24 +102,18 @@ class States:
         if whole and _is_one(self.steps) and _is_one(self.groups):  # as mostly
             return [_Alike(Span(0, self.owned.numel), 0, self.steps[0] + 1, self.groups[0])]
         runs: list[_Alike] = []
-        for index, (slot, was_used) in enumerate(zip(self.layout.slots, used, strict=True)):
+        adjoins = False  # nothing but zeros lies behind the last run, and those stay zero under every rule
+        for index, was_used in enumerate(used):
             span = self.part_of(index)
-            if not span.numel or not was_used:
+            if not span.numel:
                 continue
             alike = _Alike(span, index, self.steps[index] + 1, self.groups[index])
-            before = runs[-1] if runs and not apart else None
-            # Zeros between the slots stay zero under every rule, so a run may go over them.
-            if before and before[2:] == alike[2:] and self._adjoins(before.span.stop + self.owned.start, slot):
-                runs[-1] = before._replace(span=Span(before.span.start, span.stop))
-            else:
+            if was_used and adjoins and runs[-1][2:] == alike[2:]:
+                runs[-1] = runs[-1]._replace(span=Span(runs[-1].span.start, span.stop))
+            elif was_used:
                 runs.append(alike)
+            adjoins = was_used and not apart
         return runs
-
-    def _adjoins(self, end: int, slot: Slot) -> bool:
-        """Whether only a gap lies between a place in the flat and a slot."""
-        return slot.span.start - end < self.layout.align and not any(
-            end <= other.span.start < slot.span.start and other.span.numel for other in self.layout.slots
-        )
 
 
 def _is_one(values: Sequence[int]) -> bool:

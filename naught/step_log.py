@@ -27,7 +27,6 @@ class StepFacts(NamedTuple):
     rates: list[float]
     scale: float
     norm: float | None
-    micro_batches: int
 
 
 class _Clock(NamedTuple):

@@ -58,6 +58,7 @@ class Stepping:
                 "the loss was not scaled before its backward", fix="call engine.backward(loss) or engine.scale(loss).backward()"
             )
         self.scaled = False
+        self.optimizer.will_step()
         schedule, scale, amiss = self.passes.schedule, self.scale.value, self.passes.amiss()
         units = list(schedule.units.values())
         how = Updating(self.optimizer.rule, self.optimizer.param_groups, self.limits.part_numel)

@@ -5,7 +5,7 @@ A unit knows what it holds; it does not know when anything should happen. That i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,12 +32,14 @@ class Types(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Where a segment lives: its placement, the ranks that share it, their device, and who counts its bytes."""
+    """Where a segment lives: its placement, the ranks that share it, their device, who counts its bytes, and what share
+    of its step a gradient is."""
 
     placement: Placement
     group: Group
     device: torch.device
     meter: Meter
+    share: Callable[[], float]
 
 
 class Segment:
@@ -45,18 +47,19 @@ class Segment:
     tells the parameter group of each; there are none where nothing is trained."""
 
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout, groups: Sequence[int], types: Types, home: Home) -> None:
-        placement, group, device, meter = home
+        placement, group, device, meter, share = home
         self.layout, self.trained = layout, bool(groups)
         self.frozen = [not param.requires_grad for param in params]  # when the engine was made
-        self.everywhere = not placement.optim.split  # every rank updates all of it
+        # Whole numbers have no NaN to read as while they are away, and are few: they stay.
+        split = placement.param.split and types.weights.is_floating_point
+        # Every rank has all of what is written: it updates all, or nobody updates any.
+        self.everywhere = not placement.optim.split or not (self.trained or split)
         owned = Span(0, layout.numel) if self.everywhere else layout.shard(group.rank)
         self.states = States(layout, owned, groups, meter)
         if self.trained and types.weights != torch.float32:
             self.states.keep_masters([param.data for param in params], group, device)
-        # Whole numbers have no NaN to read as while they are away, and are few: they stay.
-        split = placement.param.split and types.weights.is_floating_point
         self.weights = Weights(params, layout, types.weights, group, meter, device=device, split=split)
-        self.grads = Gradients(params, layout, types.grads, placement, group, meter)
+        self.grads = Gradients(params, layout, types.grads, placement, group, meter, share)
 
     @property
     def target(self) -> Tensor:

@@ -129,6 +129,7 @@ class Weights:
         self.flat.free()
         if self.split:
             self.flat.meter.change("weights", -self.shard.nbytes)
+            self.shard = self.shard[:0].clone()
 
     def _point_to(self, tensors: Sequence[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

@@ -100,6 +100,13 @@ def test_deepspeed_io_and_the_repeating_loader():
     assert [next(forever).shape[0] for _ in range(5)] == [6] * 5
 
 
+def test_data_that_is_none_is_told_before_anything_happens_to_the_model():
+    model = model_of()
+    with pytest.raises(UsageError, match="the dataset is empty"):
+        deepspeed.initialize(model=model, config=config_of(3), training_data=[])
+    take_steps(engine_of(model, config_of(3)), 1)
+
+
 def test_model_parallelism_is_refused():
     class Mpu:
         def get_model_parallel_world_size(self) -> int:
@@ -180,20 +187,24 @@ def test_what_an_engine_does_not_know_its_module_knows():
 # --- boundaries -----------------------------------------------------------------------------------------------------------
 
 
-def declared(stage: int) -> str:
-    """As accelerate does: the caller says what the last micro-batch is, and steps only then."""
-    engine = start(stage, accumulation=2)
+def declared(stage: int, steps: int, *, always: bool) -> tuple[str, int]:
+    """As accelerate does: the caller says what the last micro-batch is, and steps only then, or always."""
+    engine = start(stage, accumulation=steps)
     for micro in range(4):
         last = micro % 2 == 1
         engine.set_gradient_accumulation_boundary(is_boundary=last)
         assert engine.is_gradient_accumulation_boundary() == last
-        engine.backward(engine(batch_of(micro, my_rank())))
-        if last:
-            engine.step()
-        else:
+        loss = engine(batch_of(micro, my_rank()))
+        engine.backward(loss / 2, scale_wrt_gas=False) if micro else (loss / (2 / steps)).backward()
+        if not last:
             engine.zero_grad()  # in the middle of a step, this is nothing
+        if last or always:
+            engine.step()
+        if not last:
+            engine.zero_grad()
     assert engine.global_steps == 2
-    return digest_of_weights(engine)
+    engine.set_train_batch_size(8 * engine.world_size)
+    return digest_of_weights(engine), engine.global_samples
 
 
 def counted(stage: int, **more: Any) -> str:
@@ -204,7 +215,9 @@ def counted(stage: int, **more: Any) -> str:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_the_caller_may_say_where_a_step_ends(two, stage):
-    assert two.run(declared, stage) == two.run(counted, stage)
+    for steps, always in ((1, False), (2, True), (2, False)):
+        for weights, samples in two.run(declared, stage, steps, always=always):
+            assert (weights, samples) == (two.run(counted, stage)[0], 16)
 
 
 def unmanaged(stage: int) -> str:
@@ -213,6 +226,7 @@ def unmanaged(stage: int) -> str:
         engine.backward(engine(batch_of(micro, my_rank())))
         if micro % 2:
             engine.step()
+    assert engine.global_samples == 16
     return digest_of_weights(engine)
 
 
@@ -221,11 +235,27 @@ def test_unmanaged_every_step_of_the_caller_is_one(two, stage):
     assert two.run(unmanaged, stage) == two.run(counted, stage)
 
 
-def by_hand(stage: int, how: str) -> str:
+class Both(nn.Module):
+    """Returns its loss and what it was made of, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODELS["plain"]()
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.inner.tok(tokens)
+        for block in self.inner.blocks:
+            hidden = block(hidden)
+        return hidden.float().square().mean(), hidden
+
+
+def by_hand(stage: int, how: str, more: dict[str, Any]) -> tuple[str, list[float]]:
     """Who divides and who scales, where the backward is the user's own: the engine divides, engine.scale scales."""
-    engine = start(stage, accumulation=2, more={"fp16": {"enabled": True, "loss_scale": 256.0}})
+    torch.manual_seed(0)
+    engine = engine_of(Both(), config_of(stage, accumulation=2, more=more))
+    norms = []
     for micro in range(4):
-        loss = engine(batch_of(micro, my_rank()))
+        loss, _ = engine(batch_of(micro, my_rank()))
         if how == "plain":
             engine.scale(loss).backward()
         elif how == "divided":
@@ -234,13 +264,40 @@ def by_hand(stage: int, how: str) -> str:
         else:
             engine.backward(loss, retain_graph=True)
         engine.step()
-    return digest_of_weights(engine)
+        norms += [engine.get_global_grad_norm()] if micro % 2 else []
+    return digest_of_weights(engine), norms
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_plain_backward_is_divided_by_the_micro_batches_and_scaled_by_the_engine(two, stage):
-    found = {two.run(by_hand, stage, how)[0] for how in ("engine", "plain", "divided")}
-    assert found == {two.run(counted, stage, more={"fp16": {"enabled": True, "loss_scale": 256.0}})[0]}
+    assert len({two.run(by_hand, stage, how, {})[0][0] for how in ("engine", "plain", "divided")}) == 1
+    half = {"fp16": {"enabled": True, "loss_scale": 256.0}}  # where smallest numbers are rounded before or after the division
+    engines, plain = (two.run(by_hand, stage, how, half)[0][1] for how in ("engine", "plain"))
+    assert plain == pytest.approx(engines, rel=1e-2)
+
+
+def mixed(stage: int) -> float:
+    """In one micro-batch a backward of the engine's and one of the user's own, and losses over two engines."""
+    one, other = (start(stage, accumulation=2) for _ in range(2))
+    for micro in range(2):
+        batch = batch_of(micro, my_rank())
+        one(batch).backward()
+        one.backward(one(batch) + other(batch))
+        one.step()
+        other.step()
+    assert one.get_global_grad_norm() == pytest.approx(2 * other.get_global_grad_norm(), rel=1e-5)
+    return other.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_backwards_of_both_kinds_and_of_two_engines_are_divided_once(two, stage):
+    assert two.run(mixed, stage)[0] == pytest.approx(two.run(norm_of_two, stage)[0], rel=1e-5)
+
+
+def norm_of_two(stage: int) -> float:
+    engine = start(stage, accumulation=2)
+    take_steps(engine, 2)
+    return engine.get_global_grad_norm()
 
 
 def test_the_batch_can_change_between_steps():
@@ -258,6 +315,10 @@ def test_the_batch_can_change_between_steps():
     take_steps(engine, 1)
     with pytest.raises(UsageError, match="in the middle of a step"):
         engine.set_train_batch_size(8)
+    with pytest.raises(UsageError, match="a batch of 0 cannot be made"):
+        start(0).set_train_micro_batch_size(0)
+    with pytest.raises(UsageError, match="another kind of sum"):
+        start(2, more={"bf16": {"enabled": True}}).set_train_batch_size(8)
 
 
 @pytest.mark.parametrize("loss", [torch.ones(3, requires_grad=True), 1.0])
@@ -288,7 +349,7 @@ def test_modules_can_be_made_units():
 
 
 class Borrower(nn.Module):
-    """Uses the weights of another module in a way that no function of torch's shows: through a list of a library."""
+    """Uses the weights of another module."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
@@ -329,6 +390,21 @@ def test_a_parameter_of_another_module_can_be_registered(two):
         assert two.run(shares, 3, registered)[0][0] == losses
     assert two.run(shares, 3, True)[0][1], "known before the first forward"
     assert not two.run(shares, 3, False)[0][1]
+
+
+def test_a_registered_parameter_may_be_on_the_meta_device():
+    with torch.device("meta"):
+        model = Sharing()
+    deepspeed.zero.register_external_parameter(model.borrower, model.table.weight)
+    engine = engine_of_meta(model)
+    assert any("table" in lent for lent in engine.passes.hooks.borrowed.values())
+    take_steps(engine, 2)
+    with pytest.raises(UsageError, match="belongs to an engine already"):
+        deepspeed.zero.register_external_parameter(model.borrower, model.table.weight)
+
+
+def engine_of_meta(model: nn.Module) -> Any:
+    return deepspeed.initialize(model=model, config=config_of(3))[0]
 
 
 def test_mistakes_with_external_parameters():

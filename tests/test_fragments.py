@@ -117,6 +117,18 @@ def test_mistakes_with_fragments():
         utils.safe_set_full_fp32_param(weight, torch.zeros(3))
     with pytest.raises(UsageError, match="belongs to no engine"):
         utils.safe_get_full_fp32_param(nn.Parameter(torch.zeros(3)))
+    with engine.gathered(), pytest.raises(UsageError, match=r"inside engine\.gathered"):
+        utils.safe_set_full_fp32_param(weight, torch.zeros_like(weight))
+
+
+def test_what_was_read_at_stage_0_stays_as_it_was():
+    engine = start(0)
+    take_steps(engine, 1)
+    read = [utils.safe_get_full_fp32_param(engine.module.head.weight)]
+    read.append(utils.safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg"))
+    before = digest(read)
+    take_steps(engine, 1, first=1)
+    assert digest(read) == before
 
 
 # --- GatheredParameters -------------------------------------------------------------------------------------------------
@@ -148,20 +160,66 @@ def test_what_one_rank_writes_all_have_and_training_goes_on_from_it(two, recipe,
     assert 0.2 < later < 0.3, "masters follow"
 
 
-def only_what_is_asked(_: int) -> tuple[list[str], int]:
+def whole_ones(engine: Engine) -> set[str]:
+    return {name for name, param in engine.module.named_parameters() if not bool(param.isnan().any())}
+
+
+def only_what_is_asked() -> tuple[set[str], set[str]]:
     engine = start(3)
     with zero.GatheredParameters([engine.module.head.weight]):
-        whole = [name for name, param in engine.module.named_parameters() if not bool(param.isnan().any())]
-        held = engine.report()["live"].get("gathered weights", 0)
+        some = whole_ones(engine)
     with zero.GatheredParameters(engine.module, enabled=False):
-        assert bool(engine.module.head.weight.isnan().all())
-    return whole, held
+        assert not whole_ones(engine)
+    with engine.gathered(param for param in engine.module.parameters()):
+        every = whole_ones(engine)
+    assert not whole_ones(engine)
+    with (
+        pytest.raises(UsageError, match=r"of shape \[3\] is not one of the engine's"),
+        engine.gathered([nn.Parameter(torch.ones(3))]),
+    ):
+        pass
+    return some, every
 
 
 def test_only_the_units_of_the_parameters_are_gathered(two):
-    whole, _ = two.run(only_what_is_asked, 3)[0]
-    assert "head.weight" in whole
-    assert not any(name.startswith("blocks") for name in whole)
+    some, every = two.run(only_what_is_asked)[0]
+    assert "head.weight" in some
+    assert not any(name.startswith("blocks") for name in some)
+    assert every == {name for name, _ in MODELS["plain"]().named_parameters()}
+
+
+def one_rank_writes_within(stage: int) -> str:
+    engine = start(stage)
+    weight = engine.module.tok.weight
+    with engine.gathered(), zero.GatheredParameters(weight, modifier_rank=1):
+        if my_rank() == 1:
+            weight.data.fill_(0.25)
+    take_steps(engine, 1)
+    return digest_of_weights(engine)
+
+
+def test_a_writer_within_what_is_lent_already_is_heard(two):
+    runs = [two.run(one_rank_writes_within, stage) for stage in range(4)]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0][0] == runs[0][1]
+
+
+def frozen_ones(stage: int) -> tuple[str, str]:
+    """Frozen weights can be written too, as a whole; and what was read does not change behind one's back."""
+    engine = start(stage, "frozen")
+    frozen = next(param for param in engine.module.parameters() if not param.requires_grad)
+    before = utils.safe_get_full_fp32_param(frozen)
+    kept = before.clone()
+    utils.safe_set_full_fp32_param(frozen, nn.Parameter(before * 3))
+    take_steps(engine, 2)
+    assert torch.equal(before, kept)
+    return digest_of_weights(engine), digest([utils.safe_get_full_fp32_param(frozen) / 3 - kept])
+
+
+def test_frozen_weights_can_be_written_at_every_stage(two):
+    runs = [two.run(frozen_ones, stage) for stage in range(4)]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0][0] == runs[0][1]
 
 
 def test_parameters_of_no_engine_are_whole_anyway():
@@ -198,10 +256,25 @@ def test_norms_of_single_parameters_can_be_read(two, recipe):
 def parks(stage: int, recipe: str, include: Any) -> tuple[str, str]:
     engine: Engine = start(stage, more=RECIPES[recipe])
     take_steps(engine, 2)
+    held = engine.report()["live"]
     engine.offload_states(include=include)
-    with pytest.raises(UsageError, match="reload_states"):
-        engine(batch_of(0, 0))
+    live = engine.report()["live"]
+    assert sum(live.values()) == sum(held.values())
+    assert live["states"] == 0 < live["away"]
+    assert live["weights"] == 0
+    for use in (
+        lambda: engine(batch_of(0, 0)),
+        lambda: engine.module(batch_of(0, 0)),
+        lambda: engine.module.state_dict(),
+        lambda: engine.gathered(),
+        lambda: engine.grad_norms(),
+        lambda: engine.offload_states(),
+        lambda: utils.safe_get_full_fp32_param(engine.module.head.weight),
+    ):
+        with pytest.raises(UsageError, match="reload_states"):
+            use()
     engine.reload_states()
+    assert engine.report()["live"] == held | {"away": 0}
     engine.reload_states()  # nothing is away
     take_steps(engine, 2, first=2)
     return digest_of_weights(engine), untouched(stage, recipe)

@@ -45,27 +45,13 @@ def settings(**more: Any) -> Config:
 
 
 def observed(engine: Engine, observer: Observer, steps: int, *, accumulation: int = 1) -> list[float]:
-    """Train as the engine does that tells an observer everything."""
-    losses = []
-    for step in range(1, steps + 1):
-        for micro in range(accumulation):
-            with observer.forward(engine.module, step):
-                loss = engine.forward(batch_of((step - 1) * accumulation + micro, my_rank()))
-            engine.backward(loss)
-            observer.lost(loss)
-            engine.step()
-            losses.append(loss.item())
-        observer.stepped(facts_of(engine, samples=2 * accumulation * step, micro_batches=accumulation))
-    return losses
-
-
-def facts_of(engine: Engine, *, samples: int, micro_batches: int = 1) -> StepFacts:
-    norm, scale = engine.get_global_grad_norm(), engine.loss_scale.value
-    return StepFacts(engine.global_steps, samples, engine.skipped_steps, engine.get_lr(), scale, norm, micro_batches)
+    """Train while the engine tells another observer everything."""
+    engine.observer = observer
+    return take_steps(engine, steps * accumulation)
 
 
 def plain_facts(step: int, **more: Any) -> StepFacts:
-    facts = StepFacts(step, 4 * step, skipped=0, rates=[0.01], scale=1.0, norm=None, micro_batches=1)
+    facts = StepFacts(step, 4 * step, skipped=0, rates=[0.01], scale=1.0, norm=None)
     return facts._replace(**more)
 
 
@@ -101,10 +87,12 @@ def test_the_scale_of_the_loss_is_written_under_fp16(tmp_path):
 def test_losses_of_a_step_that_was_given_up_are_not_counted_and_later_changes_are_not_seen(tmp_path):
     observer = Observer(settings(csv_monitor={"enabled": True, "output_path": str(tmp_path)}), start(0).watch, 0)
     mine = torch.tensor([3.0])
-    for loss in (torch.tensor(100.0), torch.tensor(1.0, dtype=torch.bfloat16), mine):
+    observer.lost(torch.tensor(100.0))
+    observer.forget()
+    for loss in (torch.tensor(1.0, dtype=torch.bfloat16), mine):
         observer.lost(loss)
     mine /= 2
-    observer.stepped(plain_facts(1, micro_batches=2))
+    observer.stepped(plain_facts(1))
     observer.stepped(plain_facts(2))  # its losses never came by
     assert rows_of(tmp_path / "naught" / "Train_Samples_train_loss.csv")[1:] == [["4", "2.0"]]
 
@@ -501,3 +489,32 @@ def test_an_engine_logs_the_lines_that_were_asked_for(caplog):
     assert sum(bool(re.match(r"step [24]: skipped 0, lr 0.01", line)) for line in lines) == 2
     assert sum(line.startswith("time of step") and "backward" in line for line in lines) == 2
     assert any(line.startswith("memory after step of step 4: ") and "states" in line for line in lines)
+
+
+def test_a_monitor_that_fails_is_switched_off_and_training_goes_on(tmp_path, caplog):
+    engine = start(0, more={"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}})
+    take_steps(engine, 1)
+    folder = tmp_path / "run"
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.write_text("a file where the folder was")
+    take_steps(engine, 2, first=1)
+    assert engine.global_steps == 3
+    assert caplog.text.count("the monitor failed and is switched off; training goes on") == 1
+
+
+def cannot_write(folder: Path) -> str:
+    try:
+        start(2, more={"csv_monitor": {"enabled": True, "output_path": str(folder / "file"), "job_name": "run"}})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_monitor_that_cannot_begin_stops_every_rank(two, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    one, other = two.run(cannot_write, tmp_path)
+    assert "NotADirectoryError" in one or "FileExistsError" in one
+    assert "something is amiss on rank 0" in other
+    assert "file" in other

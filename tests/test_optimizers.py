@@ -88,6 +88,37 @@ def plainly(name: str, world: int, *, grouped: bool = False, of: str = "plain", 
     return digest(list(model.parameters()))
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its group and in itself, as some do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "step": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / (group["step"] * self.calls))
+
+
+class Wilful(torch.optim.AdamW):
+    """Asks for the fused kernel and then does as it likes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2, fused=True)
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
 class Prepared(torch.optim.Optimizer):
     """Makes its states when it is made, as some do, and needs an attribute of its own."""
 
@@ -109,7 +140,7 @@ class Prepared(torch.optim.Optimizer):
                     param.sub_(state["average"], alpha=group["lr"] / state["count"])
 
 
-MAKE["Prepared"] = Prepared
+MAKE |= {"Prepared": Prepared, "Counting": Counting, "Wilful": Wilful}
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -138,8 +169,7 @@ def test_odd_sizes_unused_tied_and_frozen_parameters(worlds, of):
 # --- by name, with groups -----------------------------------------------------------------------------------------------
 
 
-def named_with_groups(stage: int, size: int, more: dict[str, Any]) -> tuple[str, str]:
-    del size
+def named_with_groups(stage: int, more: dict[str, Any]) -> tuple[str, str]:
     model = model_of("frozen")
     groups = [{**group, "params": [param for param in group["params"]]} for group in decay_and_none(model)]
     engine = initialize(model=model, config=config_of(stage, params={"lr": 1e-2}, more=more), model_parameters=groups)[0]
@@ -149,7 +179,7 @@ def named_with_groups(stage: int, size: int, more: dict[str, Any]) -> tuple[str,
 
 @pytest.mark.parametrize(("size", "more"), [(2, {}), (3, {"bf16": {"enabled": True}})])
 def test_a_named_optimizer_takes_groups_too_and_frozen_members(worlds, size, more):
-    runs = [worlds[size].run(named_with_groups, stage, size, more) for stage in range(4)]
+    runs = [worlds[size].run(named_with_groups, stage, more) for stage in range(4)]
     assert all(run == runs[0] for run in runs)
     if not more:
         model = model_of("frozen")
@@ -169,6 +199,7 @@ def test_what_is_in_no_group_is_not_trained(caplog):
         rest = [param for name, param in model.named_parameters() if not name.startswith("head")]
         engine = initialize(model=model, config=config_of(stage), model_parameters=rest)[0]
         take_steps(engine, 2)
+        assert model.head.weight.grad is None
         with engine.gathered():
             assert digest([model.head.weight]) == before
         assert "exp_avg" not in engine.schedule.units["head"].segments[0].states.moments
@@ -372,6 +403,34 @@ def alone(world: int) -> tuple[list[list[float]], str]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_torch_scheduler_sets_the_rates(worlds, how, stage):
     assert worlds[2].run(by_torch, how, stage)[0] == worlds[1].run(alone, 2)[0]
+
+
+def test_a_rate_that_begins_at_zero_is_no_reason_to_refuse():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+    engine = initialize(model=model, config=bare(1), optimizer=optimizer, lr_scheduler=warm_up)[0]
+    assert rates_and_weights(engine, 3)[0] == [[0.0], [5e-3], [1e-2]]
+
+
+def test_hooks_of_a_users_optimizer_are_called_around_every_step():
+    model, heard = model_of(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+    engine = initialize(model=model, config=bare(1), optimizer=optimizer)[0]
+    take_steps(engine, 2)
+    assert heard == ["before", "after"] * 2
+
+
+def test_states_of_an_optimizer_are_in_the_engine():
+    engine = initialize(model=model_of(), config=config_of(1))[0]
+    with pytest.raises(UsageError, match="safe_get_full_optimizer_state"):
+        engine.optimizer.state_dict()
+    with pytest.raises(UsageError, match="safe_set_full_optimizer_state"):
+        engine.optimizer.load_state_dict({})
+    with pytest.raises(UsageError, match="cannot be added to an engine"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
 def test_a_scheduler_gets_the_arguments_of_the_step():

@@ -101,14 +101,16 @@ class Group:
     def raise_together(self, amiss: Exception | None) -> None:
         """Raise on every rank if something is amiss on any: a rank says what it found, the others whose it is."""
         flags = self.exchange(torch.tensor([int(amiss is not None)])).flatten().tolist()
+        if not any(flags):
+            return
+        texts = self.exchange_texts("" if amiss is None else str(amiss))
         if amiss is not None:
             raise amiss
-        if any(flags):
-            raise UsageError(f"something is amiss on rank {flags.index(1)}", fix="see the error of that rank")
+        raise UsageError(f"something is amiss on rank {flags.index(1)}: {texts[flags.index(1)]}")
 
     def exchange_texts(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks; as bytes, for nothing that is sent may be code."""
-        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        raw = torch.tensor(list(text.encode()), dtype=torch.uint8)
         lengths = self.exchange(torch.tensor([raw.numel()])).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: raw.numel()] = raw

@@ -1,0 +1,70 @@
+"""Lending: parameters that are whole and the user's for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from naught.errors import UsageError
+from naught.schedule import Schedule
+from naught.unit import Unit
+from naught.update import tampered
+
+__all__ = ["Lending"]
+
+
+class Lending:
+    """Lends units and takes them back. `homes` tells the unit of each parameter."""
+
+    def __init__(self, schedule: Schedule, homes: Mapping[nn.Parameter, str]) -> None:
+        self.schedule, self.homes = schedule, homes
+        self.lent: set[str] = set()
+
+    @contextmanager
+    def open(self, params: Iterable[nn.Parameter] | None, writer: int | None) -> Iterator[None]:
+        """While open, the units of these parameters, or all, are whole and the user's. What the writer's rank has written
+        is kept; without one, all ranks must write the same. What is lent already stays so."""
+        wanted = self._wanted(params)
+        units = [unit for unit in wanted if unit.name not in self.lent]
+        if units:
+            self.schedule.group.raise_together(tampered(units))
+        held = self._held_anywhere(units)
+        for unit in units:
+            unit.lend()
+        mine = {unit.name for unit in units}
+        self.lent |= mine
+        try:
+            yield
+        finally:
+            self.lent -= mine
+            if writer is not None:
+                for unit in wanted:
+                    unit.spread(writer)
+            for unit in units:
+                unit.take_back()
+            for unit in held:  # a pass that is still open counts on them
+                unit.fetch()
+
+    def _wanted(self, params: Iterable[nn.Parameter] | None) -> list[Unit]:
+        """In the order of the units, which is the same on every rank."""
+        if params is None:
+            return list(self.schedule.units.values())
+        names: set[str] = set()
+        for param in params:
+            if param not in self.homes:
+                raise UsageError(
+                    f"a parameter of shape {list(param.shape)} is not one of the engine's", fix="give parameters of its module"
+                )
+            names.add(self.homes[param])
+        return [unit for name, unit in self.schedule.units.items() if name in names]
+
+    def _held_anywhere(self, units: Sequence[Unit]) -> list[Unit]:
+        """Split units that some rank holds, or has begun to gather, for the backward that is to come."""
+        if self.schedule.current is None or not units:
+            return []
+        held = [unit.placement.param.split and (unit.present or bool(unit.pending)) for unit in units]
+        anywhere = self.schedule.group.exchange(torch.tensor(held, dtype=torch.int64)).amax(0).tolist()
+        return [unit for unit, held in zip(units, anywhere, strict=True) if held]
