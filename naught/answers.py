@@ -104,7 +104,8 @@ class Answers(nn.Module):
 
     @property
     def global_steps(self) -> int:
-        return self.stepping.taken
+        """Steps so far, those that were skipped among them."""
+        return self.stepping.taken + self.stepping.skipped
 
     @property
     def global_samples(self) -> int:
@@ -113,6 +114,14 @@ class Answers(nn.Module):
     @property
     def skipped_steps(self) -> int:
         return self.stepping.skipped
+
+    @property
+    def timers(self) -> dict[str, float]:
+        """Seconds of each phase so far, on an accelerator its own."""
+        return dict(self.watch.report()["seconds"])
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        return self.timers
 
     def was_step_applied(self) -> bool:
         """Whether the last step changed the weights, and was not skipped for an overflow."""

@@ -18,6 +18,7 @@ from naught.config import Batch, Config
 from naught.data import Loader, loader_of
 from naught.errors import ScheduleError, UsageError
 from naught.hooks import recomputing
+from naught.loss_scale import FixedScale
 from naught.norms import norms_by_name
 from naught.observing import Observer, StepFacts
 from naught.parking import Parking
@@ -69,12 +70,23 @@ class Engine(Answers):
         cast = self.settings.torch_autocast
         if self.settings.fp16.auto_cast:
             args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
-        with (
-            self._all_or_nothing(),
-            torch.autocast(self.device.type, DTYPES[cast.dtype], enabled=cast.enabled),
-            self.observer.forward(self.module, self.global_steps + 1),
-        ):
+        # A caller's own autocast holds unless the configuration has one.
+        casting = torch.autocast(self.device.type, DTYPES[cast.dtype]) if cast.enabled else nullcontext()
+        with self._all_or_nothing(), casting, self.observer.forward(self.module, self.global_steps + 1), self._hinting():
             return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _hinting(self) -> Iterator[None]:
+        """Inputs of another precision than the weights fail deep inside of the model: say what to do about it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "dtype" in str(error) or "expected scalar type" in str(error):
+                error.add_note(
+                    "naught: if this is about the precision of an input, cast it to that of the weights, set fp16.auto_cast, or "
+                    "keep weights in 32 bits and set torch_autocast.enabled"
+                )
+            raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of a micro-batch. The loss is divided by the number of micro-batches in a step, unless told
@@ -86,6 +98,7 @@ class Engine(Answers):
         _collect_everywhere()  # what users' own backwards have made is still to be divided
         with self._all_or_nothing(), _explaining(), by_an_engine():
             torch.autograd.backward(self.scale(share), retain_graph=retain_graph)
+            self.passes.collect()
             _collect_everywhere()
         self.accumulation.backward()
         self.observer.lost(loss)
@@ -162,16 +175,33 @@ class Engine(Answers):
                 self.passes.close()
             self.accumulation.synced = before
 
+    def override_loss_scale(self, scale: float) -> None:
+        """Go on with this scale of the loss, whatever comes."""
+        self.stepping.scale = FixedScale(scale)
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Sum the gradients of this step so far over the ranks now; a step does so by itself."""
+        del bucket_size
+        self.refuse_away()
+        self.passes.complete()
+
+    def empty_partition_cache(self) -> None:
+        """Release what is gathered; between passes nothing is."""
+        self.refuse_away()
+        self.passes.close()
+
     def deepspeed_io(
         self,
         dataset: Any,
         batch_size: int | None = None,
+        route: str = "train",
         pin_memory: bool = True,
         data_sampler: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int = 0,
+        num_local_io_workers: int | None = None,
     ) -> Loader:
-        """Batches of this rank's share of a dataset, of the micro-batch's size unless told otherwise."""
+        """Batches of this rank's share of a dataset, of the micro-batch's size unless told otherwise; in their own order
+        unless they are for training."""
         return loader_of(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
@@ -179,7 +209,8 @@ class Engine(Answers):
             world=self.world_size,
             collate_fn=collate_fn,
             sampler=data_sampler,
-            num_workers=num_local_io_workers,
+            num_workers=num_local_io_workers or 0,
+            shuffle=route == "train",
             pin_memory=pin_memory,
             drop_last=self.settings.dataloader_drop_last,
         )

@@ -20,7 +20,7 @@ from naught.rules import Hyper, Part
 __all__ = ["Foreign"]
 
 _TRIAL_SHAPE = (8, 16)
-_TRIAL_STEPS = 3
+_TRIAL_SIZES = (1.0, 1.0, 1e4, 1e-4)  # of weights and of gradients: a clipping of its own may only be seen by large ones
 _TRIAL_RATE = 1e-2
 _PIECE = slice(32, 96)  # of the flattened trial
 
@@ -33,8 +33,7 @@ class Foreign:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self.beginnings = [_beginning(optimizer, group) for group in optimizer.param_groups]
-        tried = zip(optimizer.param_groups, self.beginnings, strict=True)
-        self.moments = {name for hyper, beginning in tried for name in _try_out(optimizer, hyper, beginning, device)}
+        self.moments = {name for at, known in enumerate(self.beginnings) for name in _try_out(optimizer, at, known, device)}
         self.changes: dict[int, _Changes] = {}  # what this step has done to the groups, and to the optimizer itself
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
@@ -44,7 +43,8 @@ class Foreign:
     def update(self, parts: Sequence[Part], hyper: Hyper) -> None:
         proxies = [_proxy(part.weights, part.grads) for part in parts]
         states = {proxy: self._before(part) for proxy, part in zip(proxies, parts, strict=True)}
-        after, self.changes[parts[0].group] = _step(self.optimizer, hyper, states)
+        group = parts[0].group
+        after, self.changes[group] = _step(self.optimizer, group, hyper, states)
         for proxy, part in zip(proxies, parts, strict=True):
             _keep(after[proxy], part)
 
@@ -113,6 +113,7 @@ def _keep(state: Mapping[str, Any], part: Part) -> None:
 
 def _step(
     optimizer: torch.optim.Optimizer,
+    at: int,
     hyper: Hyper,
     states: Mapping[nn.Parameter, dict[str, Any]],
     attributes: Mapping[str, Any] | None = None,
@@ -123,13 +124,15 @@ def _step(
     before = {name: value for name, value in {**optimizer.__dict__, **(attributes or {})}.items() if name != "step"}
     hand.__dict__.update(before)
     hand._optimizer_step_pre_hooks, hand._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    hand.param_groups = [{**hyper, "params": list(states)}]
+    # All groups are there, for some look at the first one; but only one of them has parameters now.
+    hand.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    hand.param_groups[at] = {**hyper, "params": list(states)}
     hand.state = defaultdict(dict)
     for proxy, state in states.items():
         hand.state[proxy] = state
     kind.step(hand)
     attributes_after = {name: value for name, value in vars(hand).items() if name not in _TORCHS}
-    changes = _Changes(_changed(hyper, hand.param_groups[0]), _changed(before, attributes_after))
+    changes = _Changes(_changed(hyper, hand.param_groups[at]), _changed(before, attributes_after))
     return {proxy: hand.state[proxy] for proxy in states}, changes
 
 
@@ -146,14 +149,14 @@ class _Trial(NamedTuple):
     state: Mapping[str, Any]
 
 
-def _try_out(optimizer: torch.optim.Optimizer, hyper: Hyper, beginning: _Beginning, device: torch.device) -> set[str]:
+def _try_out(optimizer: torch.optim.Optimizer, at: int, beginning: _Beginning, device: torch.device) -> set[str]:
     """The names of what the optimizer remembers of every element. Raises if slices of a parameter, on their own, do not
     become what they become as part of the whole."""
     dice = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(_TRIAL_SHAPE, generator=dice).to(device) for _ in range(1 + _TRIAL_STEPS)]
+    drawn = [size * torch.randn(_TRIAL_SHAPE, generator=dice).to(device) for size in _TRIAL_SIZES]
     pieces = [tensor.flatten()[_PIECE].clone() for tensor in drawn]
     try:
-        whole, piece = (_rehearse(optimizer, hyper, beginning, *tensors) for tensors in (drawn, pieces))
+        whole, piece = (_rehearse(optimizer, at, beginning, *tensors) for tensors in (drawn, pieces))
     except Exception as error:
         raise _refusal(optimizer, f"its step() fails on a slice of a parameter: {error}") from error
     if torch.equal(whole.weights, drawn[0]):
@@ -167,16 +170,16 @@ def _try_out(optimizer: torch.optim.Optimizer, hyper: Hyper, beginning: _Beginni
     return moments
 
 
-def _rehearse(optimizer: torch.optim.Optimizer, hyper: Hyper, beginning: _Beginning, given: Tensor, *grads: Tensor) -> _Trial:
+def _rehearse(optimizer: torch.optim.Optimizer, at: int, beginning: _Beginning, given: Tensor, *grads: Tensor) -> _Trial:
     weights = given.clone()
     state: Mapping[str, Any] = deepcopy(beginning.numbers) | {
         name: torch.full_like(given, start) for name, start in beginning.moments.items()
     }
     attributes: dict[str, Any] = {}
-    hyper = {**hyper, **_trial_rate(hyper)}
+    hyper: Hyper = optimizer.param_groups[at] | _trial_rate(optimizer.param_groups[at])
     for grad in grads:
         proxy = _proxy(weights, grad.clone())
-        states, changes = _step(optimizer, hyper, {proxy: dict(state)}, attributes)
+        states, changes = _step(optimizer, at, hyper, {proxy: dict(state)}, attributes)
         state = states[proxy]
         hyper, attributes = {**hyper, **changes.group}, {**attributes, **changes.attributes}
     return _Trial(weights, state)
@@ -192,6 +195,6 @@ def _trial_rate(hyper: Hyper) -> dict[str, Any]:
 
 def _refusal(optimizer: torch.optim.Optimizer, why: str) -> UsageError:
     return UsageError(
-        f"{type(optimizer).__name__} cannot train a model that is split over ranks: {why}",
+        f"{type(optimizer).__name__} cannot be used where parameters are updated in slices: {why}",
         fix="use an optimizer that treats every element by itself: AdamW, Adam, SGD, Lion, Adagrad, RMSprop, NAdam and others",
     )

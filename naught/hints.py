@@ -38,9 +38,11 @@ _LOANS: MutableMapping[nn.Module, list[ReferenceType[nn.Parameter]]] = (
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Sequence[type | str] | type | str, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Make every module of these classes one unit, whose weights come and go together. Before initialize."""
+    if isinstance(leaf_module_classes, type | str):
+        leaf_module_classes = [leaf_module_classes]
     wanted = {kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}" for kind in leaf_module_classes}
 
     def is_wanted(_: str, module: nn.Module) -> bool:

@@ -85,6 +85,7 @@ class Hooks:
         self.borrowed: dict[str, list[str]] = {}
         self.aside: dict[str, list[tuple[nn.Module, str]]] = {}  # where a unit's modules put tensors beside its output
         self.stack: list[str] = []  # units whose forward is running, the innermost last
+        self.through: list[nn.Module] = []  # doors through which they were entered
         self.depth = 0
         self.handles: list[Any] = []
         for name, inner in units.items():
@@ -100,6 +101,12 @@ class Hooks:
             self._keep(inner.register_state_dict_pre_hook(_if_same(inner, listener.exported)))  # type: ignore[no-untyped-call]
             self._keep(inner.register_load_state_dict_pre_hook(_if_same(inner, listener.imported)))  # type: ignore[no-untyped-call]
 
+    def add_doors(self, unit: str, modules: Collection[nn.Module]) -> None:
+        """Parts of a unit that may be called while the unit itself is not: then they stand for it."""
+        for inner in modules:
+            self._keep(inner.register_forward_pre_hook(self._enter_of(unit, inner, door=True), with_kwargs=True, prepend=True))
+            self._keep(inner.register_forward_hook(self._exit_of(unit, inner, door=True), with_kwargs=True))
+
     def _keep(self, handle: Any) -> None:
         self.handles.append(handle)
 
@@ -114,6 +121,7 @@ class Hooks:
         self.fire = self._fire_of_a_pass()
         self.calls = dict.fromkeys(self.calls, 0)
         self.stack.clear()
+        self.through.clear()
         self.depth = 0
 
     def borrow(self, unit: str) -> None:
@@ -172,13 +180,15 @@ class Hooks:
 
         return end
 
-    def _enter_of(self, unit: str, module: nn.Module) -> Callable[..., None]:
+    def _enter_of(self, unit: str, module: nn.Module, *, door: bool = False) -> Callable[..., None]:
         def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if called is not module:
+            if called is not module or (door and unit in self.stack):
                 return
             if recomputing():
                 self._say_grad(unit)  # a reentrant checkpoint: the backward begins with this
                 return
+            if door:
+                self.through.append(module)
             self.stack.append(unit)
             self._say(Moment.ENTER, unit)
             inputs = _inside_graph((args, kwargs) if kwargs else args)
@@ -194,10 +204,12 @@ class Hooks:
         for tensor in inputs:
             self._edge(tensor).consumers.append(call)
 
-    def _exit_of(self, unit: str, module: nn.Module) -> Callable[..., None]:
+    def _exit_of(self, unit: str, module: nn.Module, *, door: bool = False) -> Callable[..., None]:
         def leave(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if called is not module or recomputing():
+            if called is not module or recomputing() or (door and module not in self.through):
                 return
+            if door:
+                self.through.remove(module)
             self._pop(unit)
             if torch.is_grad_enabled():
                 outputs = [*_inside_graph(output), *self._beside(unit, module)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,8 @@ class Trainer(Protocol):
 
     def was_step_applied(self) -> bool: ...
 
+    def override_loss_scale(self, scale: float) -> None: ...
+
     @property
     def loss_scale(self) -> Any: ...
 
@@ -54,6 +57,16 @@ class Optimizer(torch.optim.Optimizer):
         self.rule, self.optimizer = rule, optimizer
         if optimizer is not None:
             self.param_groups = optimizer.param_groups
+            self._lend_step(optimizer)
+
+    def _lend_step(self, theirs: torch.optim.Optimizer) -> None:
+        """Their own step would update what this process happens to have: let it be the engine's."""
+
+        def step(_: torch.optim.Optimizer, closure: None = None) -> None:
+            self.step(closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it: see has_stepped
+        theirs.step = MethodType(step, theirs)  # type: ignore[method-assign]
 
     def _trainer(self) -> Trainer:
         if self.trainer is None:
@@ -130,12 +143,20 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = lr
 
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Go on with this scale of the loss, whatever comes."""
+        self._trainer().override_loss_scale(loss_scale)
+
     def destroy(self) -> None:
         self.trainer = None
+        if self.optimizer is not None:
+            self.optimizer.__dict__.pop("step", None)
 
 
 def groups_of(params: Groups | nn.Parameter, hyper: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Parameter groups as torch has them, each with hyperparameters of its own or those given."""
+    if not isinstance(params, Iterable):
+        raise UsageError(f"model_parameters is a {type(params).__name__}", fix="give model.parameters(), or groups of them")
     listed: list[Any] = [params] if isinstance(params, nn.Parameter | dict) else list(params)
     if not any(isinstance(member, dict) for member in listed):
         listed = [{"params": listed}]
@@ -166,7 +187,7 @@ def _listed(params: Any) -> list[nn.Parameter]:
 
 def optimizer_of(given: Hand, params: Groups | None, device: torch.device) -> Optimizer:
     """The user's own optimizer, or what their function makes of the parameters, over the rule that it amounts to."""
-    theirs = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    theirs = given(params) if callable(given) and not isinstance(given, torch.optim.Optimizer) else given
     if not isinstance(theirs, torch.optim.Optimizer):
         raise UsageError(
             f"the optimizer is a {type(theirs).__name__}, not a torch.optim.Optimizer",

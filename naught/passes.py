@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
@@ -52,16 +52,19 @@ class Passes:
         }
         self.lends = Lending(schedule, self.homes)
         claimed.claim(self.homes, self)
-        self.places = [
-            (inner._parameters, short, param)
+        self.places: list[tuple[Mapping[str, object], str, object]] = [
+            (holder, short, member)
             for inner in module.modules()
-            for short, param in inner._parameters.items()
-            if param is not None
+            for holder in (inner._parameters, inner._modules)
+            for short, member in holder.items()
+            if member is not None
         ]
         modules = dict(module.named_modules())
         frozen = {name for name, unit in schedule.units.items() if not unit.trained}
         inner = {name: modules[name] for name in schedule.units}
         self.hooks = Hooks(module, inner, self, frozen=frozen, large=self.large)
+        if schedule.units[""].placement.param.split:
+            self.hooks.add_doors("", _doors(modules, schedule.units))
         for name, param in loans_of(module):
             if param in self.homes:
                 self.hooks.expect_loan(_unit_around(name, schedule.units), self.homes[param])
@@ -69,6 +72,8 @@ class Passes:
     # --- what the hooks say ---
 
     def begin(self) -> None:
+        if self._is_the_users():
+            return
         keep_out_of_graphs()  # the user may have compiled parts of the model since
         self._open(training=torch.is_grad_enabled())
         self.watch.enter("forward")
@@ -83,7 +88,12 @@ class Passes:
     def is_recording(self) -> bool:
         return self.schedule.current is not None and self.schedule.current.program is None
 
-    def _open(self, *, training: bool) -> None:
+    def _is_the_users(self) -> bool:
+        """Whether the user has all weights for a while and only computes with them: nothing is to be done."""
+        whole = not self.coming_and_going or self.coming_and_going <= self.lent
+        return bool(self.lent) and whole and not torch.is_grad_enabled()
+
+    def _open(self, *, training: bool, careful: bool = False) -> None:
         if self.away is not None:
             raise self.away
         if self.lent:
@@ -92,7 +102,8 @@ class Passes:
         if running is not None and (running.seen_backward or not running.training):
             self.close()
         if self.schedule.current is None:
-            self.schedule.open(training=training, which=Pass(last=self.completes_step()))
+            alone = not training and not self.coming_and_going
+            self.schedule.open(training=training, which=Pass(last=self.completes_step()), careful=careful, alone=alone)
 
     def _found(self, param: nn.Parameter) -> None:
         """A parameter is about to be used where its unit may be absent."""
@@ -103,14 +114,19 @@ class Passes:
 
     def end(self) -> None:
         self.recording.close()
+        if self._is_the_users():
+            self.hooks.forget()
+            return
         running = self.schedule.current
         self.watch.after("forward")
         if running is not None and not running.training:
             self.close()
 
     def happened(self, moment: Moment, unit: str) -> None:
-        if self.schedule.current is None:
-            self._open(training=torch.is_grad_enabled())
+        if self._is_the_users():
+            return
+        if self.schedule.current is None:  # a part of the model was called by itself: what follows is not the usual
+            self._open(training=torch.is_grad_enabled(), careful=True)
         if moment is Moment.GRAD:
             self.watch.enter("backward")
         self.schedule.happened(moment, unit)
@@ -175,11 +191,12 @@ class Passes:
 
     def amiss(self) -> UsageError | None:
         """What users may have done to parameters that makes a step wrong."""
-        for holder, short, param in self.places:
-            if holder.get(short) is not param:
+        for holder, short, member in self.places:
+            if holder.get(short) is not member:
+                what = "parameter" if isinstance(member, nn.Parameter) else "module"
                 return UsageError(
-                    f'the parameter "{short}" of a module was replaced after the engine was made, and the new one is not trained',
-                    fix="replace parameters before naught.initialize; load_state_dict needs assign=False",
+                    f'the {what} "{short}" of a module was replaced after the engine was made, and the new one is not trained',
+                    fix="replace it before naught.initialize; load_state_dict needs assign=False",
                 )
         return tampered(list(self.schedule.units.values()))
 
@@ -210,6 +227,15 @@ class Passes:
         self.homes.clear()
         self.places.clear()
         self.large.clear()
+
+
+def _doors(modules: Mapping[str, nn.Module], units: Collection[str]) -> list[nn.Module]:
+    """Parts of the root that have parameters of their own."""
+    return [
+        module
+        for name, module in modules.items()
+        if name and _unit_around(name, units) == "" and any(True for _ in module.parameters(recurse=False))
+    ]
 
 
 def _unit_around(module: str, units: Collection[str]) -> str:

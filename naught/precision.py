@@ -24,12 +24,13 @@ class Precision:
     """Types of the weights that modules compute with, of gradients on the wire, and of their sum over micro-batches.
 
     Where weights have 16 bits there are 32-bit masters, and an update works on those. `wire` is None where gradients
-    travel as they are.
+    travel as they are. If they all `leave` after each micro-batch, no sum is taken where they are collected.
     """
 
     weights: torch.dtype
     sums: torch.dtype
     wire: torch.dtype | None = None
+    leave: bool = False
 
     def weights_of(self, param: torch.Tensor) -> torch.dtype:
         """The type of a parameter's weights: only 32-bit floats are lowered."""
@@ -38,7 +39,7 @@ class Precision:
     def flat_of(self, weights: torch.dtype, placement: Placement) -> torch.dtype:
         """The type in which a rank collects gradients. Whole ones are summed over micro-batches where they are collected,
         split ones leave after each."""
-        return (self.wire or weights) if placement.grad.split else self.sums_of(weights)
+        return (self.wire or weights) if placement.grad.split or self.leave else self.sums_of(weights)
 
     def sums_of(self, weights: torch.dtype) -> torch.dtype:
         """The type of a sum over micro-batches; never less than the weights' own."""
@@ -52,7 +53,7 @@ def precision_of(config: Config, accumulation: int) -> Precision:
     accumulated = config.data_types.grad_accum_dtype
     sums = DTYPES[accumulated] if accumulated else (torch.float32 if accumulation > 1 else weights)
     wire = config.communication_data_type
-    return Precision(weights, sums, DTYPES[wire] if wire else None)
+    return Precision(weights, sums, DTYPES[wire] if wire else None, leave=config.naught.reduce_every_micro_batch)
 
 
 def loss_scale_of(config: Config) -> LossScale:

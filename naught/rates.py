@@ -71,18 +71,21 @@ def _warm_up(at: int, numbers: Mapping[str, Any]) -> float | None:
 
 
 def _warmup(at: int, base: float, numbers: Mapping[str, Any]) -> dict[str, float]:
-    del base
     share = _warm_up(at, numbers)
-    return {"lr": _between(numbers["warmup_min_lr"], numbers["warmup_max_lr"], 1.0 if share is None else share)}
+    return {"lr": _between(numbers["warmup_min_lr"], _top(base, numbers), 1.0 if share is None else share)}
+
+
+def _top(base: float, numbers: Mapping[str, Any]) -> float:
+    """The rate after a warm-up; if none is given, the optimizer's own."""
+    return base if numbers["warmup_max_lr"] is None else float(numbers["warmup_max_lr"])
 
 
 def _warmup_decay(at: int, base: float, numbers: Mapping[str, Any]) -> dict[str, float]:
-    del base
     steps, total = max(2, numbers["warmup_num_steps"]), numbers["total_num_steps"]
     share = _warm_up(at, numbers)
     if share is None:
         share = max(0.0, (total - at) / max(1.0, total - steps))
-    return {"lr": _between(numbers["warmup_min_lr"], numbers["warmup_max_lr"], share)}
+    return {"lr": _between(numbers["warmup_min_lr"], _top(base, numbers), share)}
 
 
 def _warmup_cosine(at: int, base: float, numbers: Mapping[str, Any]) -> dict[str, float]:
@@ -115,6 +118,7 @@ def _one_cycle(at: int, base: float, numbers: Mapping[str, Any]) -> dict[str, fl
         way = (at + 1) / total
         way -= math.floor(way)  # the last step of the cycle is the first of another
         share = way / (rise / total) if way <= rise / total else (way - 1) / (rise / total - 1)
+        share = _on_stairs(share, (at + 1) % total, numbers)
         changes = {"lr": _between(low, high, share), "momentum": fast - (fast - slow) * share}
     else:
         stride = numbers["decay_step_size"]
@@ -126,6 +130,15 @@ def _one_cycle(at: int, base: float, numbers: Mapping[str, Any]) -> dict[str, fl
     if not numbers["cycle_momentum"]:
         del changes["momentum"]
     return changes
+
+
+def _on_stairs(share: float, at: int, numbers: Mapping[str, Any]) -> float:
+    """The share of a cycle's height, if it goes by stairs; from whole steps, for a share may lie just below a stair."""
+    rise = numbers["cycle_first_step_size"]
+    fall, up = numbers["cycle_second_step_size"] or rise, numbers["cycle_first_stair_count"]
+    down = up if numbers["cycle_second_stair_count"] is None else numbers["cycle_second_stair_count"]
+    stairs, done, length = (up, at, rise) if at <= rise else (down, rise + fall - at, fall)
+    return done * stairs // length / stairs if stairs else share
 
 
 def _between(low: float, high: float, share: float) -> float:

@@ -41,6 +41,8 @@ class _Pass:
     seen_backward: bool = False
     # Something came to light that changes what the next pass says: this record is not worth a plan.
     surprised: bool = False
+    # Nothing comes or goes, and no gradient is made: this rank may do it by itself.
+    alone: bool = False
 
     def is_in_use(self, name: str) -> bool:
         """Whether a unit is between enter and exit, or between grad and done."""
@@ -58,9 +60,10 @@ class Schedule:
 
     # --- passes ---
 
-    def open(self, *, training: bool, which: Pass, careful: bool = False) -> None:
+    def open(self, *, training: bool, which: Pass, careful: bool = False, alone: bool = False) -> None:
         assert self.current is None
-        self.current = _Pass(training, which, None if careful else self.programs.get((training, which)), surprised=careful)
+        program = None if careful or alone else self.programs.get((training, which))
+        self.current = _Pass(training, which, program, surprised=careful, alone=alone)
 
     def close(self) -> None:
         """Finish what a pass has begun: late gradients are reduced and units are released."""
@@ -70,7 +73,7 @@ class Schedule:
         self._sweep(running)
         if running.program is not None:
             self._issue_until(running, running.program, len(running.program.legs))
-        else:
+        elif not running.alone:
             self._serve(running, None)
             self._learn(running)
         for unit in self.units.values():

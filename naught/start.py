@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +149,7 @@ def _refuse(model: nn.Module | None, mpu: Any, mesh_param: Any) -> None:
 def _optimizer(
     settings: Config, model: nn.Module, given: Hand | None, params: Groups | None, device: torch.device
 ) -> Optimizer | None:
-    if params is not None and not isinstance(params, nn.Parameter | dict):
+    if isinstance(params, Iterable) and not isinstance(params, nn.Parameter | dict):
         params = list(params)  # type: ignore[assignment]  # a generator is read once
     trained = [param for param in model.parameters() if param.requires_grad]
     if given is not None:
@@ -166,6 +166,8 @@ def _optimizer(
 def _rates(settings: Config, optimizer: Optimizer | None, given: Any) -> Scheduler | None:
     """The schedule of the learning rate: the configuration's goes before the caller's, as with DeepSpeed."""
     if optimizer is None:
+        if given is not None:
+            raise UsageError("there is no optimizer whose rate lr_scheduler could change", fix="give one, or leave it out")
         return None
     if settings.scheduler is not None:
         if given is not None:
@@ -173,6 +175,11 @@ def _rates(settings: Config, optimizer: Optimizer | None, given: Any) -> Schedul
         return RateSchedule(settings.scheduler.type, optimizer.param_groups, settings.scheduler.params.model_dump())
     made: Any = given(optimizer) if callable(given) else given
     held = getattr(made, "optimizer", optimizer)
+    if made is not None and not callable(getattr(made, "step", None)):
+        raise UsageError(
+            f"lr_scheduler is a {type(made).__name__} and has no step()",
+            fix="give a torch scheduler, or a function of the optimizer that makes one",
+        )
     if made is not None and held.param_groups is not optimizer.param_groups and held is not optimizer:
         raise UsageError(
             "the schedule writes its rates into another optimizer",

@@ -72,13 +72,13 @@ class GatheredParameters(AbstractContextManager[None]):
 
     def __init__(
         self,
-        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
         del fwd_module
-        self.params = _listed(params) if enabled else []
+        self.params = _listed(params) if enabled and params is not None else []
         self.writer = modifier_rank
         self.open = ExitStack()
 

@@ -90,6 +90,89 @@ def test_evaluation_and_calls_of_parts_between_steps_change_nothing(two):
     assert found[0][0][1] == two.run(engine_calls, 0)[0][1]
 
 
+class Speaks(torch.nn.Module):
+    """Has methods beside its forward; its embedding and head are small and belong to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODELS["plain"]()
+        self.small = torch.nn.Embedding(64, 4)
+        self.out = torch.nn.Linear(4, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens) + self.out(self.small(tokens)).square().mean()
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.small(tokens))
+
+
+def speaks(stage: int) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    engine = engine_of(Speaks(), config_of(stage))
+    assert "small" not in engine.schedule.units
+    said = []
+    for step in range(3):
+        with torch.no_grad():
+            said.append(engine.encode(batch_of(50 + step, my_rank())).sum().item())
+        engine.backward(engine(batch_of(step, my_rank())) + engine.encode(batch_of(step, my_rank())).square().mean())
+        engine.step()
+    with engine.gathered(), torch.no_grad():
+        said.append(engine(batch_of(99, my_rank())).item())
+        said.append(engine.encode(batch_of(99, my_rank())).sum().item())
+    return said, digest_of_weights(engine)
+
+
+def test_other_methods_than_forward_find_their_weights_and_so_does_who_has_gathered_all(two):
+    found = [two.run(speaks, stage) for stage in range(4)]
+    assert all(run == found[0] for run in found)
+
+
+def one_rank_evaluates(stage: int) -> tuple[list[float], str]:
+    engine = start(stage)
+    if my_rank() == 0:
+        engine.eval()
+        with torch.no_grad():
+            engine(batch_of(90, 0))
+        engine.train()
+        with engine.gathered([engine.module.head.weight]):
+            pass
+    return take_steps(engine, 3), digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_one_rank_alone_may_evaluate_where_weights_are_whole(two, stage):
+    assert two.run(one_rank_evaluates, stage) == two.run(engine_calls, stage)
+
+
+def test_a_module_that_is_put_in_later_is_told():
+    engine = start(1)
+    take_steps(engine, 1)
+    engine.module.head = torch.nn.Linear(64, 64).to(DEVICE)
+    engine.backward(engine(batch_of(1, 0)))
+    with pytest.raises(UsageError, match='the module "head" of a module was replaced'):
+        engine.step()
+
+
+def test_a_callers_own_autocast_holds():
+    engine = start(0)
+    plain = engine(batch_of(0, 0)).item()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert engine(batch_of(0, 0)).item() != plain
+
+
+def test_an_input_of_another_precision_gets_a_hint():
+    engine = engine_of(torch.nn.Linear(4, 4), config_of(0, more={"bf16": {"enabled": True}}))
+    with pytest.raises(RuntimeError) as caught:
+        engine(torch.ones(2, 4, device=DEVICE))
+    assert "fp16.auto_cast" in caught.value.__notes__[0]
+
+
+def test_after_a_backward_of_the_engines_no_gradient_is_left_outside():
+    engine = start(2)
+    engine.backward(engine(batch_of(0, 0)))
+    assert all(param.grad is None for param in engine.module.parameters())
+
+
 def two_engines(stage: int) -> tuple[list[float], list[float]]:
     one, other = start(stage), start(3 - stage, "tied")
     losses: tuple[list[float], list[float]] = ([], [])

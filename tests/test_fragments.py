@@ -222,6 +222,14 @@ def test_frozen_weights_can_be_written_at_every_stage(two):
     assert runs[0][0] == runs[0][1]
 
 
+def test_mistakes_with_gathered_parameters():
+    engine = start(3)
+    with zero.GatheredParameters(None):
+        pass
+    with pytest.raises(UsageError, match="there is no rank 9"), zero.GatheredParameters(engine.module, modifier_rank=9):
+        pass
+
+
 def test_parameters_of_no_engine_are_whole_anyway():
     layer = nn.Linear(2, 2)
     with zero.Init(config_dict_or_path=config_of(3)), zero.GatheredParameters(layer, modifier_rank=0):

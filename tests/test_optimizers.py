@@ -105,6 +105,20 @@ class Counting(torch.optim.Optimizer):
                     param.sub_(param.grad, alpha=group["lr"] / (group["step"] * self.calls))
 
 
+class FirstGroupsRate(torch.optim.Optimizer):
+    """Takes the rate of the first group for all."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
+
+
 class Wilful(torch.optim.AdamW):
     """Asks for the fused kernel and then does as it likes."""
 
@@ -140,7 +154,7 @@ class Prepared(torch.optim.Optimizer):
                     param.sub_(state["average"], alpha=group["lr"] / state["count"])
 
 
-MAKE |= {"Prepared": Prepared, "Counting": Counting, "Wilful": Wilful}
+MAKE |= {"Prepared": Prepared, "Counting": Counting, "FirstGroupsRate": FirstGroupsRate, "Wilful": Wilful}
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -150,12 +164,13 @@ def test_a_torch_optimizer_does_at_every_stage_what_it_does_alone(worlds, name):
     assert runs[0][0][0] == worlds[1].run(plainly, name, 2)[0]
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "NAdam", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "NAdam", "SGD", "FirstGroupsRate", "Counting"])
 def test_groups_have_hyperparameters_of_their_own(worlds, name):
     runs = [worlds[2].run(with_mine, stage, name, grouped=True) for stage in range(4)]
     assert all(run == runs[0] for run in runs)
     assert runs[0][0][0] == worlds[1].run(plainly, name, 2, grouped=True)[0]
-    assert runs[0][0][0] != worlds[1].run(plainly, name, 2)[0]
+    same = name == "FirstGroupsRate"  # which does not look at the others
+    assert (runs[0][0][0] == worlds[1].run(plainly, name, 2)[0]) == same
 
 
 @pytest.mark.parametrize("of", ["uneven_sizes_and_users_hooks", "unused_parameters", "tied", "lora"])
@@ -257,7 +272,7 @@ class Clipped(torch.optim.SGD):
     """Looks at all gradients together."""
 
     def step(self, _: Any = None) -> None:
-        torch.nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 0.1)
+        torch.nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 50.0)
         super().step()
 
 
@@ -276,11 +291,11 @@ class Around(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (Lamb, "Lamb cannot train .* depends on other elements"),
-        (lambda params: Clipped(params, lr=0.1), "Clipped cannot train .* depends on other elements"),
-        (Around, "Around cannot train .* did not change parameters"),
-        (torch.optim.LBFGS, "LBFGS cannot train .*closure"),
-        (torch.optim.Adafactor, "Adafactor cannot train .* depends on other elements"),
+        (Lamb, "Lamb cannot be used .* depends on other elements"),
+        (lambda params: Clipped(params, lr=0.1), "Clipped cannot be used .* depends on other elements"),
+        (Around, "Around cannot be used .* did not change parameters"),
+        (torch.optim.LBFGS, "LBFGS cannot be used .*closure"),
+        (torch.optim.Adafactor, "Adafactor cannot be used .* depends on other elements"),
     ],
 )
 def test_an_optimizer_that_is_not_elementwise_is_refused_with_the_reason(make, words):
@@ -302,6 +317,10 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
     [
         (lambda _: {"optimizer": torch.optim.SGD(MODELS["plain"]().parameters(), lr=1.0)}, "that the model has not"),
         (lambda model: {"optimizer": stepped(model)}, "has taken steps already"),
+        (lambda _: {"optimizer": "adam"}, "is a str, not a torch.optim.Optimizer"),
+        (lambda _: {"lr_scheduler": "cosine", "config": config_of(0)}, r"lr_scheduler is a str and has no step\(\)"),
+        (lambda _: {"lr_scheduler": torch.optim.lr_scheduler.ConstantLR}, "there is no optimizer whose rate"),
+        (lambda _: {"model_parameters": 3, "config": config_of(0)}, "model_parameters is a int"),
         (lambda _: {"optimizer": lambda _: 3}, "is a int, not a torch.optim.Optimizer"),
         (lambda _: {"model_parameters": ["head"], "config": config_of(0)}, "has a str where a parameter should be"),
         (
@@ -343,7 +362,7 @@ def wrong_on_one_rank() -> str:
 def test_a_mistake_on_one_rank_is_told_on_all(two):
     other, own = two.run(wrong_on_one_rank)
     assert "amiss on rank 1" in other
-    assert "Lamb cannot train" in own
+    assert "Lamb cannot be used" in own
 
 
 # --- schedules ------------------------------------------------------------------------------------------------------------
@@ -421,6 +440,27 @@ def test_hooks_of_a_users_optimizer_are_called_around_every_step():
     engine = initialize(model=model, config=bare(1), optimizer=optimizer)[0]
     take_steps(engine, 2)
     assert heard == ["before", "after"] * 2
+
+
+def stepping_ones_own(stage: int) -> tuple[str, str]:
+    model = model_of()
+    mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = initialize(model=model, config=bare(stage), optimizer=mine)[0]
+    for step in range(3):
+        engine(batch_of(step, my_rank())).backward()
+        mine.step()
+        mine.zero_grad()
+    assert engine.global_steps == 3
+    weights = digest_of_weights(engine)
+    engine.destroy()
+    mine.step()  # their own again
+    return weights, with_mine(stage, "AdamW", steps=3)[0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_of_ones_own_optimizer_is_the_engines(two, stage):
+    for stepped, engines in two.run(stepping_ones_own, stage):
+        assert stepped == engines
 
 
 def test_states_of_an_optimizer_are_in_the_engine():

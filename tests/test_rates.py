@@ -77,6 +77,24 @@ def test_one_cycle_rises_falls_and_decays_with_the_momentum_against_it():
     assert groups[0]["betas"] == (0.7, 0.99)
 
 
+def test_a_warm_up_without_a_rate_rises_to_each_groups_own():
+    groups = [{"lr": 2e-2}, {"lr": 5e-3}]
+    schedule = RateSchedule("WarmupLR", groups, numbers_of("WarmupLR", warmup_num_steps=2, warmup_type="linear"))
+    found = []
+    for _ in range(3):
+        schedule.step()
+        found.append([group["lr"] for group in groups])
+    assert found == [[0.0, 0.0], [1e-2, 2.5e-3], [2e-2, 5e-3]]
+
+
+def test_a_cycle_may_go_by_stairs():
+    given = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 6, "cycle_second_step_size": 4}
+    found = rates("OneCycle", 10, cycle_first_stair_count=2, cycle_second_stair_count=4, **given)
+    assert found == [0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    found = rates("OneCycle", 9, cycle_first_stair_count=2, **given)
+    assert found == [0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0]
+
+
 def test_a_range_test_grows_on_a_line_or_in_stairs():
     given = {"lr_range_test_min_lr": 0.5, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
     assert rates("LRRangeTest", 6, **given) == pytest.approx([0.5 * (1 + 2 * at / 4) for at in range(7)])

@@ -82,7 +82,7 @@ class Adagrad(_Optimizer):
 
 class WarmupParams(Block):
     warmup_min_lr: Annotated[Rates, Key("learning rate at the start")] = 0.0
-    warmup_max_lr: Annotated[Rates, Key("learning rate after the warm-up")] = 1e-3
+    warmup_max_lr: Annotated[Rates | None, Key("learning rate after the warm-up; null is the optimizer's")] = None
     warmup_num_steps: Annotated[Count, Key("steps of the warm-up")] = 1000
     warmup_type: Annotated[Literal["log", "linear"], Key("shape of the warm-up")] = "log"
     last_batch_iteration: Annotated[Whole, Field(ge=-1), Key("step to start from")] = -1
