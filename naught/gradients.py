@@ -107,10 +107,11 @@ class Gradients:
 
     def take(self, index: int) -> None:
         """Take up one parameter's gradient at once."""
-        grad = self._made(index)
-        assert grad is not None
+        made = self.params[index].grad
+        assert made is not None
         if self.content is Content.SENT:
             return  # a late one: the next collect finds it
+        grad = self._shared(made)
         self.open()
         if self.filled[index]:
             self.flat.slots[index].add_(grad)
@@ -122,9 +123,10 @@ class Gradients:
     def collect(self) -> None:
         """Take up what autograd has made and nobody has taken: copied into the flat, or added to what is there. While the
         flat is under way, what is made waits for the next time."""
-        made = [(index, grad) for index, grad in enumerate(map(self._made, range(len(self.params)))) if grad is not None]
+        made = [(index, param.grad) for index, param in enumerate(self.params) if param.grad is not None]
         if not made or self.content is Content.SENT:
             return
+        made = [(index, self._shared(grad)) for index, grad in made]
         self.open()
         slots, filled = self.flat.slots, self.filled
         fresh = [(slots[index], grad) for index, grad in made if not filled[index]]
@@ -194,11 +196,7 @@ class Gradients:
             param.grad = None
         self.flat.free()
 
-    def _made(self, index: int) -> Tensor | None:
-        """The gradient that autograd has made, without the graph that it may have of its own."""
-        grad = self.params[index].grad
-        if grad is None:
-            return None
-        share = self.share()
-        grad = grad.detach() if grad.requires_grad else grad
+    def _shared(self, grad: Tensor) -> Tensor:
+        """What a gradient that autograd has made is for its step, without the graph that it may have of its own."""
+        grad, share = grad.detach() if grad.requires_grad else grad, self.share()
         return grad if share == 1.0 else grad * share
