@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ def test_lora_trains_thin_matrices_beside_frozen_weights_at_every_stage(two):
         trained = int(re.search(r"trained parameters: (\d+)", run).group(1))
         assert states[0] == pytest.approx(8 * trained, rel=0.01), "moments of the thin matrices, and of nothing else"
         assert float(re.search(r"with LoRA: loss ([\d.]+)", run).group(1)) < 0.1
+
+
+@pytest.mark.skipif(find_spec("peft") is None or find_spec("transformers") is None, reason="needs the extras hf and peft")
+def test_pefts_lora_trains_and_generates_alike_at_every_stage():
+    ended = [by_torchrun("peft_lora.py", ["--stage", str(stage), "--steps", "5"]) for stage in range(4)]
+    assert [run.returncode for run in ended] == [0] * 4, ended[0].stderr
+    assert len({run.stdout.splitlines()[0] for run in ended}) == 1
+    assert "trained parameters: 3200; optimizer states 25600 bytes" in ended[0].stdout
+    assert "optimizer states 12800 bytes" in ended[3].stdout
 
 
 def test_under_torchrun_a_script_needs_no_more_than_its_arguments(tmp_path):

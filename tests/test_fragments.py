@@ -295,6 +295,28 @@ def test_states_can_step_aside_and_come_back(two, stage, recipe, include):
         assert parked == plain
 
 
+def parks_gradients(stage: int) -> tuple[str, str]:
+    """Between two micro-batches of a step."""
+    weights = []
+    for parked in (True, False):
+        engine = start(stage, accumulation=2)
+        take_steps(engine, 1)
+        if parked:
+            engine.offload_states()
+            live = engine.report()["live"]
+            assert not any(live.get(name) for name in ("weights", "whole gradients", "owned gradients"))
+            engine.reload_states()
+        take_steps(engine, 3, first=1)
+        weights.append(digest_of_weights(engine))
+    return weights[0], weights[1]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_step_aside_too(two, stage):
+    for parked, plain in two.run(parks_gradients, stage):
+        assert parked == plain
+
+
 def test_mistakes_with_states_that_step_aside():
     engine = start(1)
     with pytest.raises(UsageError, match='no states of the kind "weights"'):
