@@ -55,7 +55,7 @@ class _Home(NamedTuple):
         """The parameter's part of a flat of which every rank has a part."""
         slot = self.segment.layout.slots[self.place]
         if self.segment.everywhere:
-            return owned[slot.span.start : slot.span.stop].to(torch.float32, copy=True).reshape(slot.shape)
+            return owned[slot.span.start : slot.span.stop].reshape(slot.shape)
         spans = [self._span(rank) for rank in range(self.group.size)]
         row = torch.zeros(max(span.numel for span in spans), dtype=torch.float32, device=owned.device)
         row[: spans[self.group.rank].numel] = self.local(owned)
@@ -96,13 +96,19 @@ class _Home(NamedTuple):
     def moments(self, name: str) -> Tensor | None:
         return self.segment.states.moments.get(name)
 
-    def written(self) -> None:
-        """Masters were written to: weights follow, on every rank."""
+    # --- what follows a write ---
+
+    def masters_written(self) -> None:
+        """The weights follow, on every rank."""
         self.segment.written()
         unit = self.engine.schedule.units[self.engine.passes.homes[self.segment.weights.params[self.place]]]
         unit.outdate(hide=False)
         if not unit.placement.param.split:
             unit.fetch()
+
+    def grads_written(self) -> None:
+        """A parameter that has been given a gradient is used."""
+        self.segment.grads.used[self.place] = True
 
 
 def _home_of(param: nn.Parameter, *, writes: bool = False) -> _Home:
@@ -119,46 +125,74 @@ def _home_of(param: nn.Parameter, *, writes: bool = False) -> _Home:
     raise AssertionError("an engine knows its parameters")
 
 
+class _Kind(NamedTuple):
+    """Weights, gradients or states: how to find them, what to call them, and what follows a write."""
+
+    find: Callable[[_Home], Tensor | None]
+    what: str
+    scaled: bool = False  # they are multiplied by the scale of the loss
+    written: Callable[[_Home], None] = lambda _: None
+
+
+_WEIGHTS = _Kind(_Home.masters, "weights", written=_Home.masters_written)
+_GRADS = _Kind(_Home.grads, "gradient", scaled=True, written=_Home.grads_written)
+
+
+def _state(name: str) -> _Kind:
+    return _Kind(lambda home: home.moments(name), f'state "{name}"')
+
+
+def _read(param: nn.Parameter, kind: _Kind, cut: Callable[[_Home, Tensor], Tensor]) -> Tensor | None:
+    home = _home_of(param)
+    owned = kind.find(home)
+    if owned is None:
+        return None
+    found = cut(home, owned).to(torch.float32, copy=True)
+    return found / home.engine.loss_scale.value if kind.scaled else found
+
+
+def _write(param: nn.Parameter, kind: _Kind, put: Callable[[_Home, Tensor, Tensor], None], value: Tensor) -> None:
+    home = _home_of(param, writes=True)
+    home.engine.passes.close()
+    owned = kind.find(home)
+    if owned is None:
+        raise UsageError(
+            f"the parameter has no {kind.what} now",
+            fix="gradients are there between backward and step, states after the first step",
+        )
+    put(home, owned, value * home.engine.loss_scale.value if kind.scaled else value)
+    kind.written(home)
+
+
 # --- whole ---
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The parameter in 32 bits; what training goes by, not what it is rounded to."""
-    home = _home_of(param)
-    return home.whole(home.masters())
+    return _read(param, _WEIGHTS, _Home.whole)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Write the parameter, and what it is rounded to. All ranks must give the same value."""
-    home = _home_of(param, writes=True)
-    home.engine.passes.close()
-    home.write(home.masters(), value)
-    home.written()
+    _write(param, _WEIGHTS, _Home.write, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient; None if there is none."""
-    home = _home_of(param)
-    grads = home.grads()
-    return None if grads is None else home.whole(grads) / home.engine.loss_scale.value
+    return _read(param, _GRADS, _Home.whole)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    home = _home_of(param, writes=True)
-    home.write(_present(home.grads(), "gradient"), value * home.engine.loss_scale.value)
-    home.segment.grads.used[home.place] = True
+    _write(param, _GRADS, _Home.write, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """What the optimizer remembers of the parameter; None before its first step, or if it has no such state."""
-    home = _home_of(param)
-    moments = home.moments(optim_state_key)
-    return None if moments is None else home.whole(moments)
+    return _read(param, _state(optim_state_key), _Home.whole)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    home = _home_of(param, writes=True)
-    home.write(_present(home.moments(optim_state_key), f'state "{optim_state_key}"'), value)
+    _write(param, _state(optim_state_key), _Home.write, value)
 
 
 def safe_update_full_grad_vectorized(
@@ -171,50 +205,28 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(grad, param))
 
 
-# --- this rank's part ---
+# --- this rank's part, flat; maybe nothing ---
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """What this rank updates of the parameter, flat; maybe nothing."""
-    home = _home_of(param)
-    return home.local(home.masters()).float().clone()
+    return _read(param, _WEIGHTS, _Home.local)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's part; all ranks must call, for weights that are whole on each."""
-    home = _home_of(param, writes=True)
-    home.engine.passes.close()
-    home.write_local(home.masters(), value)
-    home.written()
+    _write(param, _WEIGHTS, _Home.write_local, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    home = _home_of(param)
-    grads = home.grads()
-    return None if grads is None else home.local(grads).float() / home.engine.loss_scale.value
+    return _read(param, _GRADS, _Home.local)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    home = _home_of(param, writes=True)
-    home.write_local(_present(home.grads(), "gradient"), value * home.engine.loss_scale.value)
-    home.segment.grads.used[home.place] = True
+    _write(param, _GRADS, _Home.write_local, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    home = _home_of(param)
-    moments = home.moments(optim_state_key)
-    return None if moments is None else home.local(moments).clone()
+    return _read(param, _state(optim_state_key), _Home.local)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    home = _home_of(param, writes=True)
-    home.write_local(_present(home.moments(optim_state_key), f'state "{optim_state_key}"'), value)
-
-
-def _present(owned: Tensor | None, what: str) -> Tensor:
-    if owned is None:
-        raise UsageError(
-            f"the parameter has no {what} now",
-            fix="gradients are there between backward and step, states after the first step",
-        )
-    return owned
+    _write(param, _state(optim_state_key), _Home.write_local, value)
