@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from naught.flat import Meter
     from naught.loss_scale import LossScale
     from naught.monitors import Monitor
-    from naught.observing import Observer
+    from naught.observing import Observer, Throughput
     from naught.optimizer import Optimizer
     from naught.passes import Passes
     from naught.schedule import Schedule
@@ -114,6 +114,10 @@ class Answers(nn.Module):
     @property
     def skipped_steps(self) -> int:
         return self.stepping.skipped
+
+    @property
+    def tput_timer(self) -> Throughput:
+        return self.observer.throughput
 
     @property
     def timers(self) -> dict[str, float]:

@@ -175,6 +175,10 @@ class Engine(Answers):
                 self.passes.close()
             self.accumulation.synced = before
 
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Several backwards inside are summed over the ranks once, with the step."""
+        return self.no_sync()
+
     def override_loss_scale(self, scale: float) -> None:
         """Go on with this scale of the loss, whatever comes."""
         self.stepping.scale = FixedScale(scale)

@@ -6,6 +6,7 @@ The engine says what happens; nothing here changes a result, and nothing waits f
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,9 +19,27 @@ from naught.monitors import Event, Monitor
 from naught.step_log import StepFacts, StepLog
 from naught.watch import Watch
 
-__all__ = ["Observer", "StepFacts"]
+__all__ = ["Observer", "StepFacts", "Throughput"]
 
 _LOG = logging.getLogger("naught")
+
+
+class Throughput:
+    """Samples a second, from the end of the first step to that of the last."""
+
+    def __init__(self) -> None:
+        self.first: tuple[float, int] | None = None  # None: before the first step
+        self.last = (0.0, 0)
+
+    def note(self, samples: int) -> None:
+        self.last = (time.perf_counter(), samples)
+        self.first = self.first or self.last
+
+    def avg_samples_per_sec(self) -> float:
+        """Zero before the second step."""
+        if self.first is None or self.first == self.last:
+            return 0.0
+        return (self.last[1] - self.first[1]) / (self.last[0] - self.first[0])
 
 
 class Observer:
@@ -30,6 +49,7 @@ class Observer:
         self.config, self.watch = config, watch
         self.monitor = Monitor(config, rank)
         self.log = StepLog(config, watch) if rank == 0 else None
+        self.throughput = Throughput()
         self.losses: list[Tensor] = []  # of the step under way, on the device
         self.profiler = Profiler(config.flops_profiler, watch.device) if config.flops_profiler.enabled and rank == 0 else None
         if rank == 0 and _asks_for_lines(config):
@@ -50,6 +70,7 @@ class Observer:
 
     def stepped(self, facts: StepFacts) -> None:
         """A step is over, taken or skipped."""
+        self.throughput.note(facts.samples)
         if self.monitor.enabled:
             self._write(self._events(facts))
             self.losses.clear()

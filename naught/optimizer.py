@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from naught.errors import UsageError
 from naught.foreign import Foreign
+from naught.loss_scale import AdaptiveScale, LossScale
 from naught.rules import RULES, Adam, Rule
 
-__all__ = ["Groups", "Optimizer", "Trainer", "groups_of", "optimizer_of", "rule_of"]
+__all__ = ["Groups", "LossScaler", "Optimizer", "Trainer", "groups_of", "optimizer_of", "rule_of"]
 
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Hand = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -38,7 +39,16 @@ class Trainer(Protocol):
     def override_loss_scale(self, scale: float) -> None: ...
 
     @property
-    def loss_scale(self) -> Any: ...
+    def loss_scale(self) -> LossScale: ...
+
+
+class LossScaler(NamedTuple):
+    """The scale of the loss by DeepSpeed's names; no window where it does not adapt."""
+
+    loss_scale: float
+    cur_scale: float
+    cur_iter: int
+    scale_window: int | None
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -119,18 +129,21 @@ class Optimizer(torch.optim.Optimizer):
         return not self._trainer().was_step_applied()
 
     @property
-    def loss_scaler(self) -> Any:
-        return self._trainer().loss_scale
+    def loss_scaler(self) -> LossScaler:
+        """The scale of the loss as it is now."""
+        scale = self._trainer().loss_scale
+        window, steps = (scale.window, scale.steps) if isinstance(scale, AdaptiveScale) else (None, 0)
+        return LossScaler(scale.value, scale.value, steps, window)
 
     @property
     def loss_scale(self) -> float:
-        return float(self.loss_scaler.value)
+        return self._trainer().loss_scale.value
 
     cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        return bool(self.loss_scaler.adapts)
+        return self._trainer().loss_scale.adapts
 
     @property
     def _global_grad_norm(self) -> float | None:

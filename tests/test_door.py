@@ -133,12 +133,16 @@ def tells(stage: int) -> dict[str, Any]:
     take_steps(engine, 4)
     assert optimizer.loss_scale == optimizer.cur_scale == engine.loss_scale.value == 16.0
     assert optimizer.dynamic_loss_scale
+    assert optimizer.loss_scaler == (16.0, 16.0, 2, 1000)
+    assert engine.tput_timer.avg_samples_per_sec() > 0
     assert not optimizer.overflow
     assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
     assert optimizer.get_lr() == engine.get_lr() == [1e-2]
     assert set(engine.timers) == set(engine.get_wall_clock_timers()) >= {"forward", "backward", "step"}
     engine.allreduce_gradients()
     engine.empty_partition_cache()
+    with engine.coalesce_grad_reduction():
+        pass
     optimizer.set_lr(2e-2)
     assert engine.get_lr() == [2e-2]
     optimizer.override_loss_scale(8.0)
