@@ -7,7 +7,10 @@
     ├── ModelError        a model that cannot be described, split or planned
     ├── PlanError         a record that no plan can serve
     ├── RankMismatch      ranks that were started with different things
-    └── ScheduleError     ranks that run different modules and cannot go on
+    ├── ScheduleError     ranks that run different modules and cannot go on
+    ├── StorageError      a disk that refused or failed
+    └── CheckpointError   a checkpoint that is not there, not whole, or not of this model
+        └── CheckpointDamaged   bytes that are not those that were written
 
 A message has three parts: what is wrong, where, and what to do. `assert` is for what cannot happen.
 """
@@ -18,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "CheckpointDamaged",
+    "CheckpointError",
     "ConfigError",
     "ModelError",
     "NaughtError",
@@ -26,6 +31,7 @@ __all__ = [
     "Problem",
     "RankMismatch",
     "ScheduleError",
+    "StorageError",
     "UsageError",
 ]
 
@@ -70,6 +76,18 @@ class RankMismatch(NaughtError):  # noqa: N818 - it names what is wrong
 
 class ScheduleError(NaughtError):
     """Ranks that run different modules and cannot go on."""
+
+
+class StorageError(NaughtError):
+    """A disk that refused or failed."""
+
+
+class CheckpointError(NaughtError):
+    """A checkpoint that is not there, not whole, or not of this model."""
+
+
+class CheckpointDamaged(CheckpointError):  # noqa: N818 - it names what is wrong
+    """Bytes that are not those that were written."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ LAYERS = [
     ],
     ["config.batch", "config.placing", "config.schema_json", "config.starters", "config"],
     ["loss_scale", "rates", "accumulation"],
+    ["checkpoints.disk", "checkpoints.shard", "checkpoints.manifest", "checkpoints.store", "checkpoints"],
     ["describe", "trace", "modules", "needs"],
     ["precision"],
     ["cpu", "accelerator", "devices"],

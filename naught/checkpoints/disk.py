@@ -1,0 +1,196 @@
+"""Disk: every call to a file system that a checkpoint makes. Nothing else opens a file, so that tests can fail any of them.
+
+Paths are joined here from a folder that the user named and names that this package made: none is ever read from a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from naught.errors import StorageError
+
+__all__ = ["Disk", "File", "RealDisk"]
+
+Bytes = bytes | memoryview
+
+
+class File(Protocol):
+    """A new file. Its bytes are safe once it is finished."""
+
+    def write(self, data: Bytes) -> None: ...
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk, and close."""
+
+    def abandon(self) -> None:
+        """Close, whatever has become of it."""
+
+
+class Disk(Protocol):
+    """What a checkpoint needs of a file system. Every failure is a StorageError that names the path."""
+
+    def make_folder(self, path: str) -> None: ...
+
+    def create(self, path: str, nbytes: int) -> File:
+        """A file that was not there, with room for so many bytes."""
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Exactly these bytes of a plain file."""
+
+    def size(self, path: str) -> int:
+        """Bytes of a plain file; a link or a folder is an error."""
+
+    def names(self, path: str) -> list[str]: ...
+
+    def rename(self, path: str, to: str) -> None: ...
+
+    def remove(self, path: str) -> None: ...
+
+    def remove_folder(self, path: str) -> None: ...
+
+    def sync_folder(self, path: str) -> None:
+        """Wait until what was made, renamed or removed in a folder is so on the disk."""
+
+    def free_bytes(self, path: str) -> int: ...
+
+
+class RealDisk:
+    """The operating system's. Files are private, links are not followed."""
+
+    def make_folder(self, path: str) -> None:
+        with _telling("make the folder", path):
+            Path(path).mkdir(0o700)
+
+    def create(self, path: str, nbytes: int) -> File:
+        with _telling("create", path):
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = _RealFile(handle, path)
+        try:
+            with _telling(f"find room for {nbytes} bytes in", path):
+                _reserve(handle, nbytes)
+        except BaseException:
+            file.abandon()
+            raise
+        return file
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        with _telling("read", path), _opened(path) as handle:
+            parts: list[bytes] = []
+            while start < stop:
+                part = os.pread(handle, stop - start, start)
+                if not part:
+                    raise OSError(errno.EIO, "the file ends before the bytes that were asked for")
+                parts.append(part)
+                start += len(part)
+            return b"".join(parts)
+
+    def size(self, path: str) -> int:
+        with _telling("look at", path), _opened(path) as handle:
+            return os.fstat(handle).st_size
+
+    def names(self, path: str) -> list[str]:
+        with _telling("list", path):
+            return sorted(entry.name for entry in Path(path).iterdir())
+
+    def rename(self, path: str, to: str) -> None:
+        with _telling(f"rename to {to}", path):
+            Path(path).rename(to)
+
+    def remove(self, path: str) -> None:
+        with _telling("remove", path):
+            Path(path).unlink()
+
+    def remove_folder(self, path: str) -> None:
+        with _telling("remove the folder", path):
+            Path(path).rmdir()
+
+    def sync_folder(self, path: str) -> None:
+        with _telling("sync the folder", path):
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def free_bytes(self, path: str) -> int:
+        with _telling("ask for the room in", path):
+            found = os.statvfs(path)
+            return found.f_bavail * found.f_frsize
+
+
+class _RealFile:
+    def __init__(self, handle: int, path: str) -> None:
+        self.handle, self.path = handle, path
+
+    def write(self, data: Bytes) -> None:
+        rest = memoryview(data).cast("B")
+        with _telling("write to", self.path):
+            while rest:
+                written = os.write(self.handle, rest)
+                if written == 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                rest = rest[written:]
+
+    def finish(self) -> None:
+        # A failed sync is final: the kernel may have dropped the pages, and a second one would say that all is well.
+        try:
+            with _telling("sync", self.path):
+                os.fsync(self.handle)
+        finally:
+            os.close(self.handle)
+
+    def abandon(self) -> None:
+        os.close(self.handle)
+
+
+def _reserve(handle: int, nbytes: int) -> None:
+    """Have a disk that is too full refuse now, where the file system can tell."""
+    if nbytes == 0:
+        return
+    try:
+        os.posix_fallocate(handle, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """A plain file; a pipe must not make us wait, and a link must not lead us elsewhere."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "this is not a plain file")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+_FIXES: dict[int, str] = {
+    errno.ENOSPC: "make room on the disk, or save elsewhere",
+    errno.EDQUOT: "make room within your quota, or save elsewhere",
+    errno.EACCES: "save to a folder that you may write to",
+    errno.EROFS: "save to a file system that can be written",
+    errno.ELOOP: "a link stands where a file should be: remove it",
+    errno.ENOENT: "look whether the folder is there, on every host",
+    errno.EIO: "the disk may be failing: look at the kernel's log",
+}
+
+
+@contextmanager
+def _telling(what: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "error")
+        fix = _FIXES.get(error.errno or 0, "look at the file system")
+        raise StorageError(f"cannot {what} {path}: {error.strerror or error} ({name})", fix=fix) from error
+
+
+_: Callable[[], Disk] = RealDisk  # it is one

@@ -1,0 +1,149 @@
+"""Manifest: what a checkpoint says of itself, as JSON: which bytes of which file are which elements of which parameter.
+
+Everything that is read is checked before it is believed: a text that nobody of us wrote can only be refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from naught.checkpoints.shard import CHUNK_BYTES, SIZES
+from naught.errors import CheckpointDamaged, CheckpointError
+
+__all__ = ["FORMAT", "Manifest", "Param", "Piece", "Run", "Sealed", "Table", "parse", "seal", "text_of"]
+
+FORMAT = 1
+
+_Size = Annotated[int, Field(ge=0, lt=2**62)]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_SaveId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_Name = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Piece(_Record):
+    """Elements of a parameter, from one of its elements on, at a place in a run."""
+
+    param: _Name
+    first: _Size
+    count: Annotated[int, Field(gt=0, lt=2**62)]
+    at: _Size
+
+
+class Run(_Record):
+    """Neighbouring elements of one kind in a shard file, as they lay in memory: zeros may lie between the pieces."""
+
+    kind: _Name
+    dtype: Literal["F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+    start: _Size
+    count: _Size
+    pieces: tuple[Piece, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count * SIZES[self.dtype]
+
+    @model_validator(mode="after")
+    def _pieces_lie_inside(self) -> Run:
+        for piece in self.pieces:
+            if piece.at + piece.count > self.count:
+                raise ValueError(f'a piece of "{piece.param}" reaches beyond its run')
+        return self
+
+
+class Table(_Record):
+    """What one rank has written."""
+
+    format: Literal[1]
+    save: _SaveId
+    rank: _Size
+    nbytes: _Size
+    checksums: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...]
+    runs: tuple[Run, ...]
+
+    @model_validator(mode="after")
+    def _runs_lie_inside(self) -> Table:
+        if len(self.checksums) != -(-self.nbytes // CHUNK_BYTES):
+            raise ValueError(f"{self.nbytes} bytes have not {len(self.checksums)} chunks")
+        end = 0
+        for run in self.runs:
+            if run.start < end or run.stop > self.nbytes:
+                raise ValueError(f'the run of "{run.kind}" from byte {run.start} overlaps another or reaches beyond the file')
+            end = run.stop
+        return self
+
+
+class Param(_Record):
+    """A parameter as the model had it. The kinds of it that were saved each have a type of their own in the runs."""
+
+    shape: tuple[_Size, ...]
+    trained: bool
+    updates: _Size = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Sealed(_Record):
+    """A file that must be as it was."""
+
+    nbytes: _Size
+    sha256: _Digest
+
+
+class Manifest(_Record):
+    """A whole checkpoint: its tables, its parameters, and what the engine remembers beside them."""
+
+    format: Literal[1]
+    save: _SaveId
+    step: _Size
+    tables: tuple[Sealed, ...]
+    params: dict[_Name, Param]
+    engine: dict[str, Any]
+
+    @property
+    def world(self) -> int:
+        return len(self.tables)
+
+
+Kind = TypeVar("Kind", Table, Manifest)
+
+
+def text_of(record: Table | Manifest) -> bytes:
+    """Always the same bytes for the same record, with their own digest in the last line."""
+    body = json.dumps(record.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def seal(text: bytes) -> Sealed:
+    return Sealed(nbytes=len(text), sha256=hashlib.sha256(text).hexdigest())
+
+
+def parse(kind: type[Kind], text: bytes, path: str) -> Kind:
+    """A record from its text, or an error that names the file."""
+    body, _, digest = text.removesuffix(b"\n").rpartition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise CheckpointDamaged(f"{path} does not have the digest that it says", fix="load another checkpoint")
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} is not JSON: {error}", fix="load another checkpoint") from error
+    version = document.get("format") if isinstance(document, Mapping) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise CheckpointError(f"{path} is of format {version}, and this release reads {FORMAT}", fix="use a newer release")
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise CheckpointDamaged(f"{path} cannot be meant: {place}: {first['msg']}", fix="load another checkpoint") from error

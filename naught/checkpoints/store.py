@@ -1,0 +1,188 @@
+"""Store: the folder in which checkpoints lie, each whole or absent.
+
+A checkpoint is written into a folder with a name of its own, and one rename gives it its tag once every byte of it is safe.
+Whatever stops a save leaves at most a folder that nobody takes for a checkpoint. No pointer decides anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from naught.checkpoints.disk import Bytes, Disk
+from naught.checkpoints.manifest import Manifest, Run, Sealed, Table, parse, seal, text_of
+from naught.checkpoints.shard import Shard, ShardFile, write_shard
+from naught.errors import CheckpointDamaged, CheckpointError, StorageError
+
+__all__ = ["Saved", "Store"]
+
+_TAG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$")
+_MANIFEST = "manifest.json"
+_UNDER_WAY, _GOING = ".tmp-", ".trash-"
+_MOST_TEXT_BYTES = 1 << 30  # of a manifest or a table: more than any model needs, and less than any memory
+
+
+class Saved(NamedTuple):
+    """A whole checkpoint that was found."""
+
+    tag: str
+    manifest: Manifest
+
+
+class Store:
+    """A folder of checkpoints. One process of a job begins, commits and removes; every rank writes its own files."""
+
+    def __init__(self, disk: Disk, root: str) -> None:
+        self.disk, self.root = disk, root
+
+    # --- saving ---
+
+    def begin(self, tag: str, save: str) -> str:
+        """Make a folder for a checkpoint that is to have this tag. Returns its name for now."""
+        self._refuse_tag(tag)
+        if tag in self.disk.names(self.root):
+            raise CheckpointError(
+                f"{self._path(tag)} is there already, and a checkpoint is never overwritten",
+                fix="save under another tag, or remove it",
+            )
+        folder = f"{_UNDER_WAY}{tag}-{save}"
+        self.disk.make_folder(self._path(folder))
+        return folder
+
+    def write_rank(self, folder: str, table: Table, header: bytes, data: Iterable[Bytes]) -> Sealed:
+        """Write one rank's shard and the table of it, which lacks the checksums. Returns what the manifest must say of it."""
+        shard = write_shard(self.disk, self._path(folder, _shard(table.rank)), header, data, table.nbytes)
+        text = text_of(table.model_copy(update={"checksums": shard.checksums}))
+        self._write(self._path(folder, _table(table.rank)), text)
+        return seal(text)
+
+    def commit(self, folder: str, tag: str, manifest: Manifest) -> None:
+        """Every rank has written its files: look at them, say so in a manifest, and give the folder its tag."""
+        for rank, sealed in enumerate(manifest.tables):
+            found = self.disk.size(self._path(folder, _table(rank)))
+            if found != sealed.nbytes:
+                raise StorageError(
+                    f"{self._path(folder, _table(rank))} is {found} bytes here, and rank {rank} wrote {sealed.nbytes}",
+                    fix="save to a folder that all hosts share",
+                )
+        self._write(self._path(folder, _MANIFEST), text_of(manifest))
+        self.disk.sync_folder(self._path(folder))
+        self.disk.rename(self._path(folder), self._path(tag))
+        self.disk.sync_folder(self.root)
+
+    def _write(self, path: str, text: bytes) -> None:
+        file = self.disk.create(path, len(text))
+        try:
+            file.write(text)
+        except BaseException:
+            file.abandon()
+            raise
+        file.finish()
+
+    # --- finding and loading ---
+
+    def find(self, tag: str) -> Saved:
+        """A checkpoint by its tag, if it is whole as far as its manifest can tell."""
+        self._refuse_tag(tag)
+        if tag not in self.disk.names(self.root):
+            raise CheckpointError(f"there is no checkpoint {self._path(tag)}", fix=self._others())
+        if _MANIFEST not in self.disk.names(self._path(tag)):
+            raise CheckpointError(f"{self._path(tag)} has no manifest: it is not a checkpoint of ours", fix=self._others())
+        return self._open(tag)
+
+    def _open(self, tag: str) -> Saved:
+        path = self._path(tag, _MANIFEST)
+        return Saved(tag, parse(Manifest, self._read_text(path), path))
+
+    def all(self) -> list[Saved]:
+        """Every checkpoint whose manifest is whole, the oldest step first."""
+        found: list[Saved] = []
+        for name in self.disk.names(self.root):
+            if _TAG.match(name):
+                try:
+                    found.append(self._open(name))
+                except (CheckpointError, StorageError):
+                    continue  # a folder of something else, or damaged: whoever names it is told
+        return sorted(found, key=lambda saved: (saved.manifest.step, saved.tag))
+
+    def _others(self) -> str:
+        tags = [saved.tag for saved in self.all()]
+        return f"whole ones here: {', '.join(tags[-4:])}" if tags else "there is no whole one in this folder"
+
+    def table(self, saved: Saved, rank: int) -> Table:
+        """What one rank has written, as the manifest vouches for it."""
+        path, sealed = self._path(saved.tag, _table(rank)), saved.manifest.tables[rank]
+        text = self._read_text(path)
+        if seal(text) != sealed:
+            raise CheckpointDamaged(f"{path} is not the file that its manifest means", fix="load another checkpoint")
+        table = parse(Table, text, path)
+        if (table.save, table.rank) != (saved.manifest.save, rank):
+            raise CheckpointDamaged(f"{path} belongs to another save", fix="load another checkpoint")
+        self._refuse_pieces(saved, table.runs, path)
+        return table
+
+    def _refuse_pieces(self, saved: Saved, runs: Sequence[Run], path: str) -> None:
+        for run in runs:
+            for piece in run.pieces:
+                param = saved.manifest.params.get(piece.param)
+                if param is None or piece.first + piece.count > param.numel:
+                    raise CheckpointDamaged(
+                        f'{path} has elements of "{piece.param}" that it cannot have', fix="load another checkpoint"
+                    )
+
+    def shard(self, saved: Saved, table: Table) -> ShardFile:
+        return ShardFile(self.disk, self._path(saved.tag, _shard(table.rank)), Shard(table.nbytes, table.checksums))
+
+    def verify(self, saved: Saved) -> None:
+        """Read every byte of a checkpoint, and raise if one is not what was written."""
+        for rank in range(saved.manifest.world):
+            self.shard(saved, self.table(saved, rank)).verify()
+
+    def _read_text(self, path: str) -> bytes:
+        nbytes = self.disk.size(path)
+        if nbytes > _MOST_TEXT_BYTES:
+            raise CheckpointDamaged(f"{path} is {nbytes} bytes: no manifest or table is", fix="load another checkpoint")
+        return self.disk.read(path, 0, nbytes)
+
+    # --- removing ---
+
+    def remove(self, tag: str) -> None:
+        """Take a checkpoint away: from the first moment on it is none, and nobody finds half of it."""
+        self._refuse_tag(tag)
+        going = f"{_GOING}{tag}"
+        self.disk.rename(self._path(tag), self._path(going))
+        self.disk.sync_folder(self.root)
+        self._clear(going)
+
+    def sweep(self) -> list[str]:
+        """Remove what saves and removals that were stopped have left."""
+        left = [name for name in self.disk.names(self.root) if name.startswith((_UNDER_WAY, _GOING))]
+        for folder in left:
+            self._clear(folder)
+        return left
+
+    def _clear(self, folder: str) -> None:
+        for name in self.disk.names(self._path(folder)):
+            self.disk.remove(self._path(folder, name))
+        self.disk.remove_folder(self._path(folder))
+
+    # --- names ---
+
+    def _path(self, *names: str) -> str:
+        return "/".join((self.root, *names))
+
+    def _refuse_tag(self, tag: str) -> None:
+        if not _TAG.match(tag):
+            raise CheckpointError(
+                f'"{tag[:80]}" cannot be a tag',
+                fix="use letters, digits, dots, dashes and underlines, and begin with a letter or digit",
+            )
+
+
+def _shard(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _table(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
