@@ -9,11 +9,13 @@ from torch import nn
 
 from naught.comm import get_local_rank
 from naught.config import Batch, placement_of, to_document
+from naught.errors import UsageError
 
 if TYPE_CHECKING:
     from naught.accumulation import Accumulation
     from naught.comm import Group
     from naught.config import Config
+    from naught.data import Loader
     from naught.flat import Meter
     from naught.loss_scale import LossScale
     from naught.monitors import Monitor
@@ -36,6 +38,21 @@ class Answers(nn.Module):
     passes: Passes
     stepping: Stepping
     observer: Observer
+    training_dataloader: Loader | None
+    destroyed: bool
+
+    # --- whether there is anything to ask ---
+
+    def refuse_inside_gathered(self) -> None:
+        if self.passes.lent:
+            raise UsageError("this cannot be done inside engine.gathered()", fix="do it outside")
+
+    def refuse_away(self) -> None:
+        """Nothing can be done to states that are not there."""
+        if self.destroyed:
+            raise UsageError("the engine was destroyed", fix="make another one with naught.initialize")
+        if self.passes.away is not None:
+            raise self.passes.away
 
     # --- the parts ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -13,17 +13,20 @@ from torch.utils._pytree import tree_map_only
 
 from naught.accumulation import Accumulation, by_an_engine
 from naught.answers import Answers
+from naught.checkpoints import RealDisk, Store
 from naught.claims import Claims
 from naught.config import Batch, Config
 from naught.data import Loader, loader_of
 from naught.errors import ScheduleError, UsageError
 from naught.hooks import recomputing
+from naught.loading import Wanted, load
 from naught.loss_scale import FixedScale
 from naught.norms import norms_by_name
 from naught.observing import Observer, StepFacts
 from naught.parking import Parking
 from naught.passes import Passes
 from naught.precision import DTYPES, precision_of
+from naught.saving import save
 from naught.stepping import Stepping
 
 __all__ = ["Engine", "engines"]
@@ -219,6 +222,40 @@ class Engine(Answers):
             drop_last=self.settings.dataloader_drop_last,
         )
 
+    # --- checkpoints ---
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save training between two steps, as `save_dir/global_stepN` unless there is a tag. All ranks must call. It is
+        saved whole, or an error is raised on every rank and nothing is there."""
+        store = Store(RealDisk(), str(save_dir))
+        save(self, store, tag, client_state or {}, points=save_latest, frozen=not exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Load the newest whole checkpoint of a folder, or that of a tag, of any world size, stage and precision. Returns
+        its path and the client's state. If anything is wrong, an error is raised on every rank."""
+        if custom_load_fn is not None:
+            raise UsageError("custom_load_fn is not available", fix="leave it out")
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
+        return f"{load_dir}/{found}", client_state
+
     # --- what is inside ---
 
     def gathered(
@@ -285,17 +322,6 @@ class Engine(Answers):
             self.observer.close()
             if self.optimizer is not None:
                 self.optimizer.destroy()
-
-    def refuse_inside_gathered(self) -> None:
-        if self.passes.lent:
-            raise UsageError("this cannot be done inside engine.gathered()", fix="do it outside")
-
-    def refuse_away(self) -> None:
-        """Nothing can be done to states that are not there."""
-        if self.destroyed:
-            raise UsageError("the engine was destroyed", fix="make another one with naught.initialize")
-        if self.passes.away is not None:
-            raise self.passes.away
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

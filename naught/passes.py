@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from naught.claims import claimed
-from naught.errors import UsageError
+from naught.errors import NaughtError, UsageError
 from naught.hints import loans_of
 from naught.hooks import Hooks, keep_out_of_graphs
 from naught.lending import Lending
@@ -36,7 +36,7 @@ class Passes:
             name for name, unit in schedule.units.items() if unit.placement.param.split or (lazy and unit.placement.optim.split)
         }
         self.summed = False  # no gradient of this step waits to be summed over the ranks
-        self.away: UsageError | None = None  # why the weights cannot be had now, where they cannot
+        self.away: NaughtError | None = None  # why the weights cannot be had now, where they cannot
         self.recording = ExitStack()  # holds a scout while a forward is recorded
         self.homes = {
             param: unit.name for unit in schedule.units.values() for segment in unit.segments for param in segment.weights.params

@@ -74,7 +74,7 @@ class States:
 
     def due(self, how: Updating, weights: Tensor, grads: Tensor, used: Sequence[bool]) -> Iterator[Part]:
         """What an update of the used slots works on. Counts the update."""
-        self._remember(how, weights)
+        self.prepare(how, weights)
         target = weights if self.masters is None else self.masters
         for span, first, step, group in self._runs(used, apart=how.rule.apart):
             stride = span.numel if how.rule.apart else how.most_numel
@@ -84,7 +84,7 @@ class States:
                 yield Part(target[start:stop], grads[start:stop], moments, self.numbers[first], step, group)
         self.steps = [step + was_used for step, was_used in zip(self.steps, used, strict=True)]
 
-    def _remember(self, how: Updating, weights: Tensor) -> None:
+    def prepare(self, how: Updating, weights: Tensor) -> None:
         """Make the moments that the rule wants and are not there: also later, when a hyperparameter asks for one more."""
         wanted = {group: how.rule.states(how.hypers[group]) for group in dict.fromkeys(self.groups)}
         for name in dict.fromkeys(name for initial in wanted.values() for name in initial):

@@ -66,6 +66,9 @@ class MemoryDisk:
 
     # --- what a checkpoint calls ---
 
+    def ensure_folder(self, path: str) -> None:
+        self._folder(path)
+
     def make_folder(self, path: str) -> None:
         self._call()
         parent, name = self._parent(path)

@@ -35,6 +35,9 @@ class File(Protocol):
 class Disk(Protocol):
     """What a checkpoint needs of a file system. Every failure is a StorageError that names the path."""
 
+    def ensure_folder(self, path: str) -> None:
+        """Make a folder, and those around it, where they are not."""
+
     def make_folder(self, path: str) -> None: ...
 
     def create(self, path: str, nbytes: int) -> File:
@@ -62,6 +65,10 @@ class Disk(Protocol):
 
 class RealDisk:
     """The operating system's. Files are private, links are not followed."""
+
+    def ensure_folder(self, path: str) -> None:
+        with _telling("make the folder", path):
+            Path(path).mkdir(0o700, parents=True, exist_ok=True)
 
     def make_folder(self, path: str) -> None:
         with _telling("make the folder", path):

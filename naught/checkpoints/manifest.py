@@ -69,6 +69,7 @@ class Table(_Record):
     nbytes: _Size
     checksums: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...]
     runs: tuple[Run, ...]
+    numbers: dict[_Name, dict[_Name, tuple[_Name, float]]] = {}  # what an optimizer keeps of whole parameters
 
     @model_validator(mode="after")
     def _runs_lie_inside(self) -> Table:

@@ -38,6 +38,15 @@ class Store:
 
     # --- saving ---
 
+    def make_room(self, nbytes: int) -> None:
+        """See that the folder is there, and that so many bytes will find room in it."""
+        self.disk.ensure_folder(self.root)
+        free = self.disk.free_bytes(self.root)
+        if free < nbytes:
+            raise StorageError(
+                f"saving needs {nbytes} bytes in {self.root}, and {free} are free", fix="make room, or save elsewhere"
+            )
+
     def begin(self, tag: str, save: str) -> str:
         """Make a folder for a checkpoint that is to have this tag. Returns its name for now."""
         self._refuse_tag(tag)
@@ -70,6 +79,12 @@ class Store:
         self.disk.sync_folder(self._path(folder))
         self.disk.rename(self._path(folder), self._path(tag))
         self.disk.sync_folder(self.root)
+
+    def point(self, tag: str, save: str) -> None:
+        """Say in a text which checkpoint is the latest: for people. Nothing here reads it."""
+        passing = self._path(f"{_UNDER_WAY}latest-{save}")
+        self._write(passing, f"{tag}\n".encode())
+        self.disk.rename(passing, self._path("latest"))
 
     def _write(self, path: str, text: bytes) -> None:
         file = self.disk.create(path, len(text))
@@ -155,11 +170,19 @@ class Store:
         self.disk.sync_folder(self.root)
         self._clear(going)
 
+    def abandon(self, folder: str) -> None:
+        """Remove what a save has written so far, if it has begun."""
+        if folder in self.disk.names(self.root):
+            self._clear(folder)
+
     def sweep(self) -> list[str]:
         """Remove what saves and removals that were stopped have left."""
         left = [name for name in self.disk.names(self.root) if name.startswith((_UNDER_WAY, _GOING))]
-        for folder in left:
-            self._clear(folder)
+        for name in left:
+            if name.startswith(f"{_UNDER_WAY}latest-"):
+                self.disk.remove(self._path(name))
+            else:
+                self._clear(name)
         return left
 
     def _clear(self, folder: str) -> None:
@@ -173,10 +196,10 @@ class Store:
         return "/".join((self.root, *names))
 
     def _refuse_tag(self, tag: str) -> None:
-        if not _TAG.match(tag):
+        if not _TAG.match(tag) or tag == "latest":
             raise CheckpointError(
                 f'"{tag[:80]}" cannot be a tag',
-                fix="use letters, digits, dots, dashes and underlines, and begin with a letter or digit",
+                fix="use letters, digits, dots, dashes and underlines, begin with a letter or digit, and not latest",
             )
 
 

@@ -1,0 +1,342 @@
+"""Training that was saved goes on bit for bit: in the same world, and from any world, stage and precision into any other."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from menagerie import DEVICE, MODELS, batch_of, my_rank
+from test_parity import SOAK
+from torch import Tensor, nn
+from training import config_of, digest, digest_of_moments, digest_of_weights, engine_of, take_steps
+
+from naught import utils
+from naught.checkpoints import RealDisk, Store
+from naught.engine import Engine
+from naught.errors import CheckpointDamaged, CheckpointError, NaughtError, StorageError, UsageError
+from naught.start import initialize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
+}
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = MODELS["buffers"](), nn.Dropout(0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.drop(self.inner(tokens).expand(8)).mean()
+
+
+class Reached(NamedTuple):
+    """Where training is, as far as it must be the same anywhere."""
+
+    weights: str
+    moments: str
+    updates: list[int]
+    counts: tuple[int, int, int]
+
+
+def reached(engine: Engine) -> Reached:
+    updates = [count for unit in engine.schedule.units.values() for segment in unit.segments for count in segment.states.steps]
+    counts = (engine.global_steps, engine.skipped_steps, engine.global_samples)
+    return Reached(digest_of_weights(engine), digest_of_moments(engine), updates, counts)
+
+
+def make(stage: int, name: str, recipe: str, *, seed: int = 0, accumulation: int = 1) -> Engine:
+    torch.manual_seed(seed)
+    warm_up = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}}
+    model = Noisy() if name == "noisy" else MODELS[name]()
+    return engine_of(model, config_of(stage, clip=0.5, accumulation=accumulation, more=RECIPES[recipe] | warm_up))
+
+
+def saves(folder: Path, stage: int, name: str, recipe: str) -> Reached:
+    engine = make(stage, name, recipe)
+    take_steps(engine, 3)
+    engine.save_checkpoint(str(folder), client_state={"epoch": 2, "names": ["a"]})
+    return reached(engine)
+
+
+def loads(folder: Path, stage: int, name: str, recipe: str) -> tuple[Reached, list[float]]:
+    engine = make(stage, name, recipe, seed=1)
+    path, client_state = engine.load_checkpoint(str(folder))
+    assert path.endswith("global_step3")
+    assert client_state == {"epoch": 2, "names": ["a"]}
+    before = reached(engine)
+    return before, take_steps(engine, 1, first=3)
+
+
+# (from: world, stage), (to: world, stage), model, recipe; NAUGHT_SOAK=1 runs the product.
+SELECTION = [
+    ((1, 0), (2, 3), "plain", "fp32"),
+    ((2, 3), (1, 0), "tied", "bf16"),
+    ((2, 1), (3, 2), "frozen", "fp32"),
+    ((3, 2), (2, 1), "uneven_sizes_and_users_hooks", "bf16"),
+    ((4, 3), (3, 0), "lora", "fp16"),
+    ((3, 0), (4, 3), "unused_parameters", "fp32"),
+    ((2, 2), (4, 1), "block_used_twice", "fp16"),
+    ((4, 1), (1, 3), "experts_by_rank_and_batch", "bf16"),
+    ((1, 3), (3, 3), "checkpoint_reentrant", "fp16"),
+]
+WORLDS_AND_STAGES = list(product((1, 2, 3, 4), (0, 1, 2, 3)))
+EVERYTHING = list(product(WORLDS_AND_STAGES, WORLDS_AND_STAGES, ("tied", "uneven_sizes_and_users_hooks", "frozen"), RECIPES))
+
+
+@pytest.mark.parametrize(("before", "after", "name", "recipe"), EVERYTHING if SOAK else SELECTION)
+def test_a_checkpoint_loads_at_any_world_and_stage(worlds, tmp_path, before, after, name, recipe):
+    saved = worlds[before[0]].run(saves, tmp_path, before[1], name, recipe)
+    found = worlds[after[0]].run(loads, tmp_path, after[1], name, recipe)
+    for (there, losses), _ in zip(found, range(after[0]), strict=True):
+        assert there.weights == saved[0].weights
+        assert there.moments == saved[0].moments
+        assert there.updates == saved[0].updates
+        assert there.counts == saved[0].counts
+        assert losses[0] == losses[0], "and it trains"
+    again = worlds[after[0]].run(loads, tmp_path, 3 - after[1], name, recipe)
+    if name not in ("experts_by_rank_and_batch", "unused_parameters"):
+        assert [losses for _, losses in again] == [losses for _, losses in found], "alike from there on at another stage"
+
+
+def into_another_precision(folder: Path, recipe: str) -> str:
+    engine = make(2, "plain", recipe, seed=1)
+    engine.load_checkpoint(str(folder))
+    return digest([utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()])
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "bf16")])
+def test_masters_go_from_any_precision_into_any_other(two, tmp_path, before, after):
+    two.run(saves, tmp_path, 3, "plain", before)
+    assert two.run(into_another_precision, tmp_path, after) == two.run(into_another_precision, tmp_path, before)
+
+
+# --- the same world -----------------------------------------------------------------------------------------------------
+
+
+def without_a_stop(stage: int, name: str, recipe: str) -> tuple[list[float], Reached, list[float]]:
+    engine = make(stage, name, recipe, accumulation=2)
+    random.seed(my_rank())
+    losses = take_steps(engine, 12)
+    return losses[6:], reached(engine), [random.random(), torch.rand(()).item(), *engine.get_lr()]
+
+
+def with_a_stop(folder: Path, stage: int, name: str, recipe: str) -> tuple[list[float], Reached, list[float]]:
+    engine = make(stage, name, recipe, accumulation=2)
+    random.seed(my_rank())
+    take_steps(engine, 6)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    random.seed(99)
+    engine = make(stage, name, recipe, accumulation=2, seed=7)
+    engine.load_checkpoint(folder, tag="global_step3")
+    losses = take_steps(engine, 6, first=6)
+    return losses, reached(engine), [random.random(), torch.rand(()).item(), *engine.get_lr()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_stop_changes_nothing(two, tmp_path, stage, recipe):
+    """Dropout, running statistics, the schedule of the rate and the scale of the loss included."""
+    name = "noisy" if recipe == "fp32" else "tied"
+    assert two.run(with_a_stop, tmp_path, stage, name, recipe) == two.run(without_a_stop, stage, name, recipe)
+
+
+def foreign(folder: Path, *, stop: bool) -> str:
+    """An optimizer of the user's with numbers of its own, two groups, and a scheduler of torch's."""
+
+    def engine_anew() -> Engine:
+        torch.manual_seed(0)
+        model = MODELS["plain"]().to(DEVICE)
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1]},
+            {"params": [p for p in model.parameters() if p.ndim < 2]},
+        ]
+        optimizer = torch.optim.NAdam(groups, lr=1e-2)
+        rates = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        config = config_of(2)
+        del config["optimizer"]
+        return initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=rates)[0]
+
+    engine = engine_anew()
+    take_steps(engine, 3)
+    if stop:
+        engine.save_checkpoint(folder)
+        engine.destroy()
+        engine = engine_anew()
+        engine.load_checkpoint(folder)
+    take_steps(engine, 3, first=3)
+    return digest_of_weights(engine)
+
+
+def test_users_optimizers_and_schedulers_go_on_too(two, tmp_path):
+    assert two.run(foreign, tmp_path, stop=True) == two.run(foreign, tmp_path, stop=False)
+
+
+# --- parts of it ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_alone_and_models_that_have_grown(tmp_path):
+    saves(tmp_path, 1, "plain", "fp32")
+    engine = make(1, "plain", "fp32", seed=3)
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert (engine.global_steps, engine.report()["live"].get("states", 0)) == (0, 0)
+    assert digest_of_weights(engine) == saved_weights(tmp_path)
+    engine = make(1, "plain", "fp32", seed=3)
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
+    assert engine.global_steps == 3
+    assert engine.get_lr() == make(1, "plain", "fp32").get_lr()
+
+    model = MODELS["plain"]()
+    model.extra = nn.Linear(2, 2)
+    engine = engine_of(model, config_of(1))
+    with pytest.raises(CheckpointError, match=r'another model: 2 parameters are missing in it \("extra.weight", "extra.bias"\)'):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_module_strict=False)
+
+
+def saved_weights(folder: Path) -> str:
+    engine = make(0, "plain", "fp32", seed=5)
+    engine.load_checkpoint(folder)
+    return digest_of_weights(engine)
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path):
+    engine = make(3, "lora", "bf16")
+    take_steps(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="all")
+    engine.save_checkpoint(tmp_path, tag="thin", exclude_frozen_parameters=True)
+    sizes = {tag: sum(path.stat().st_size for path in (tmp_path / tag).glob("*.safetensors")) for tag in ("all", "thin")}
+    assert sizes["thin"] < sizes["all"] / 2
+    assert (tmp_path / "latest").read_text() == "thin\n"
+
+
+# --- mistakes and failures --------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_with_checkpoints(tmp_path):
+    engine = make(2, "plain", "fp32", accumulation=2)
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint in"):
+        engine.load_checkpoint(tmp_path)
+    take_steps(engine, 1)
+    with pytest.raises(UsageError, match="a step that is not over"):
+        engine.save_checkpoint(tmp_path)
+    take_steps(engine, 1)
+    with pytest.raises(CheckpointError, match="cannot be written as JSON"):
+        engine.save_checkpoint(tmp_path, client_state={"model": engine})
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        engine.save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*other. Whole ones here: global_step1"):
+        engine.load_checkpoint(tmp_path, tag="other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+
+
+def one_rank_fails(folder: Path, what: str) -> tuple[str, list[str], str, list[float]]:
+    engine = make(3, "plain", "fp32")
+    take_steps(engine, 1)
+    engine.save_checkpoint(folder)
+    take_steps(engine, 1, first=1)
+    path = folder / "global_step1" / "rank-00001.safetensors"
+    before = reached(engine)
+    try:
+        if what == "tag":
+            engine.save_checkpoint(folder, tag=f"by{my_rank()}")
+        elif what == "damage":
+            if my_rank() == 0:
+                raw = bytearray(path.read_bytes())
+                raw[-50] ^= 4
+                path.write_bytes(raw)
+            torch.distributed.barrier()
+            engine.load_checkpoint(folder)
+        else:
+            engine.save_checkpoint(folder, client_state={"fine": my_rank} if my_rank() == 1 else {})
+    except NaughtError as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "nothing"
+    assert reached(engine) == before
+    return said, sorted(path.name for path in folder.iterdir()), before.weights, take_steps(engine, 1, first=2)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("tag", "different tags: by0, by1"),
+        ("damage", "rank-00001.safetensors is damaged"),
+        ("client", "cannot be written as JSON"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(two, tmp_path, what, words):
+    for said, names, *_ in two.run(one_rank_fails, tmp_path, what):
+        assert words in said
+        assert names == ["global_step1", "latest"]
+
+
+class FullDisk(RealDisk):
+    """A disk that has room for nothing more at one of its calls."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def create(self, path: str, nbytes: int) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise StorageError(f"cannot find room for {nbytes} bytes in {path}: No space left on device (ENOSPC)")
+        return super().create(path, nbytes)
+
+
+def fills_up(folder: Path, at: int) -> tuple[str, list[str]]:
+    from naught.saving import save
+
+    engine = make(2, "plain", "fp32")
+    take_steps(engine, 1)
+    disk = FullDisk(at) if my_rank() == 1 else RealDisk()
+    try:
+        save(engine, Store(disk, str(folder)), None, {})
+    except NaughtError as error:
+        names = sorted(path.name for path in folder.iterdir())
+        save(engine, Store(RealDisk(), str(folder)), None, {})  # there is room again
+        return str(error), names
+    return "nothing", []
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_leaves_nothing_and_the_next_save_works(two, tmp_path, at):
+    for said, names in two.run(fills_up, tmp_path, at):
+        assert "ENOSPC" in said
+        assert names == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+    Store(RealDisk(), str(tmp_path)).verify(Store(RealDisk(), str(tmp_path)).find("global_step1"))
+
+
+def test_a_disk_that_fails_between_the_two_readings_leaves_an_engine_that_says_so(tmp_path, monkeypatch):
+    saves(tmp_path, 1, "plain", "fp32")
+    engine = make(1, "plain", "fp32", seed=1)
+    calls = iter(range(10_000))
+    fine = RealDisk.read
+
+    def failing(disk: RealDisk, path: str, start: int, stop: int) -> bytes:
+        if path.endswith(".safetensors") and next(calls) == failing_at:
+            raise CheckpointDamaged(f"{path} is damaged now")
+        return fine(disk, path, start, stop)
+
+    failing_at = -1
+    monkeypatch.setattr(RealDisk, "read", failing)
+    make(1, "plain", "fp32").load_checkpoint(tmp_path)
+    failing_at = next(calls) - 3
+    calls = iter(range(10_000))
+    with pytest.raises(CheckpointDamaged):
+        engine.load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="was being loaded when this happened"):
+        engine(batch_of(0, 0))
