@@ -18,6 +18,7 @@ from naught.claims import Claims
 from naught.config import Batch, Config
 from naught.data import Loader, loader_of
 from naught.errors import ScheduleError, UsageError
+from naught.exporting import save_weights, whole_state
 from naught.hooks import recomputing
 from naught.loading import Wanted, load
 from naught.loss_scale import FixedScale
@@ -255,6 +256,17 @@ class Engine(Answers):
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
         return f"{load_dir}/{found}", client_state
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The module's state dict, whole, as copies in host memory. All ranks must call."""
+        return whole_state(self, frozen=not exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write whole weights, as modules compute with them, to one safetensors file. All ranks must call."""
+        save_weights(self, str(save_dir), save_filename, frozen=not exclude_frozen_parameters)
+        return True
 
     # --- what is inside ---
 

@@ -21,8 +21,8 @@ Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Hand = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
-_READ_STATES = "read them with naught.utils.safe_get_full_optimizer_state; checkpoints come with a later release"
-_WRITE_STATES = "write them with naught.utils.safe_set_full_optimizer_state; checkpoints come with a later release"
+_READ_STATES = "read them with naught.utils.safe_get_full_optimizer_state, or save with engine.save_checkpoint"
+_WRITE_STATES = "write them with naught.utils.safe_set_full_optimizer_state, or load with engine.load_checkpoint"
 
 
 class Trainer(Protocol):

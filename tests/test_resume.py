@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import product
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from menagerie import DEVICE, MODELS, batch_of, my_rank
+from safetensors.torch import load_file
 from test_parity import SOAK
 from torch import Tensor, nn
 from training import config_of, digest, digest_of_moments, digest_of_weights, engine_of, take_steps
 
 from naught import utils
 from naught.checkpoints import RealDisk, Store
+from naught.cli import main
 from naught.engine import Engine
 from naught.errors import CheckpointDamaged, CheckpointError, NaughtError, StorageError, UsageError
 from naught.start import initialize
@@ -340,3 +343,75 @@ def test_a_disk_that_fails_between_the_two_readings_leaves_an_engine_that_says_s
         engine.load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="was being loaded when this happened"):
         engine(batch_of(0, 0))
+
+
+# --- weights for others -----------------------------------------------------------------------------------------------------
+
+
+def exports(folder: Path, stage: int) -> tuple[list[str], str, str]:
+    engine = make(stage, "tied", "bf16")
+    take_steps(engine, 2)
+    state = engine.module_state_dict()
+    engine.save_16bit_model(folder, f"stage{stage}.bin")
+    with engine.gathered():
+        plain = engine.module.state_dict()
+        assert list(state) == list(plain)
+        assert all(torch.equal(state[name], plain[name].cpu()) for name in plain)
+    loaded = load_file(folder / f"stage{stage}.safetensors")
+    fresh = MODELS["tied"]().bfloat16()
+    missing, unexpected = fresh.load_state_dict(loaded, strict=False)
+    assert not unexpected
+    assert digest([tensor.cpu() for tensor in fresh.state_dict().values()]) == digest(list(state.values())), missing
+    return (
+        list(loaded),
+        digest(list(state.values())),
+        str(loaded["head.weight" if "head.weight" in loaded else "tok.weight"].dtype),
+    )
+
+
+def test_whole_weights_can_be_had_and_written_as_safetensors(two, tmp_path):
+    runs = [two.run(exports, tmp_path, stage) for stage in range(4)]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0][0][2] == "torch.bfloat16"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_what_is_there_and_what_is_damaged(tmp_path, capsys):
+    saves(tmp_path, 2, "lora", "bf16")
+    assert main(["ckpt", "info", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "global_step3" in shown
+    assert "exp_avg F32, exp_avg_sq F32, weights BF16, weights F32" in shown
+    assert main(["ckpt", "info", str(tmp_path / "global_step3"), "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out)
+    model = MODELS["lora"]()
+    assert facts["parameters"] == sum(param.numel() for param in model.parameters())
+    assert facts["trained"] == sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert facts["client_state"] == {"epoch": 2, "names": ["a"]}
+    assert main(["ckpt", "verify", str(tmp_path), "global_step3"]) == 0
+    assert "every byte is what was written" in capsys.readouterr().out
+    path = tmp_path / "global_step3" / "rank-00000.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[1000] ^= 1
+    path.write_bytes(raw)
+    assert main(["ckpt", "verify", str(tmp_path)]) == 1
+    assert "rank-00000.safetensors is damaged in chunk 0" in capsys.readouterr().out
+
+
+def test_mistakes_with_the_command_get_one_line(tmp_path, capsys):
+    assert main(["ckpt", "info", str(tmp_path / "nowhere")]) == 2
+    assert main(["ckpt", "verify", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert "is not a folder" in said[0]
+    assert "there is no whole checkpoint" in said[1]
+
+
+def test_pickles_of_others_are_refused_with_the_way_to_convert_them(tmp_path):
+    folder = tmp_path / "global_step5"
+    folder.mkdir()
+    (folder / "mp_rank_00_model_states.pt").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match=r"pickles, which can run any code: .* zero_to_fp32\.py"):
+        make(0, "plain", "fp32").load_checkpoint(tmp_path, tag="global_step5")

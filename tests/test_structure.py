@@ -60,9 +60,9 @@ LAYERS = [
         "stepping",
     ],
     ["norms", "parking", "data", "costs", "flops", "monitors", "step_log", "observing"],
-    ["answers", "inventory", "numbers", "own_states", "memory", "saving", "loading", "engine", "start"],
+    ["answers", "inventory", "numbers", "own_states", "memory", "saving", "loading", "exporting", "engine", "start"],
     ["fragments", "zero", "utils", "ops.adam", "ops.adagrad", "ops.lion", "ops"],
-    ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli", "__main__"],
+    ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli.ckpt", "cli", "__main__"],
 ]
 ORDER = [name for row in LAYERS for name in row]
 TORCH_ALLOWED = {
@@ -88,6 +88,7 @@ TORCH_ALLOWED = {
     *("schedule", "hooks", "scout", "agreement", "build", "update", "watch", "passes", "engine"),
     *("cpu", "accelerator", "comm", "comm.starting", "claims", "hints", "membership", "foreign", "optimizer", "norms"),
     *(
+        "exporting",
         "inventory",
         "numbers",
         "own_states",
@@ -190,6 +191,8 @@ def test_every_file_says_what_it_is_for():
         (["plan", "7.5B", "--ranks", "64", "--gpu", "32GB"], {"torch", "pydantic", "numpy"}),
         (["plan", "--paper", "zero-table1"], {"torch", "pydantic", "numpy"}),
         (["config", "init", "stage2"], {"torch", "numpy"}),
+        (["ckpt", "--help"], {"torch", "pydantic", "numpy"}),
+        (["ckpt", "info", "."], {"torch", "numpy"}),
     ],
 )
 def test_quick_questions_import_nothing_slow(arguments, absent):

@@ -20,6 +20,11 @@ __all__ = ["Saved", "Store"]
 _TAG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$")
 _MANIFEST = "manifest.json"
 _UNDER_WAY, _GOING = ".tmp-", ".trash-"
+_PICKLES = (".pt", ".pth", ".bin", ".distcp")
+_CONVERT = (
+    "where you trust the file, let DeepSpeed's own zero_to_fp32.py write safetensors (--safe_serialization), and load those "
+    "weights into the model before naught.initialize"
+)
 _MOST_TEXT_BYTES = 1 << 30  # of a manifest or a table: more than any model needs, and less than any memory
 
 
@@ -102,7 +107,10 @@ class Store:
         self._refuse_tag(tag)
         if tag not in self.disk.names(self.root):
             raise CheckpointError(f"there is no checkpoint {self._path(tag)}", fix=self._others())
-        if _MANIFEST not in self.disk.names(self._path(tag)):
+        names = self.disk.names(self._path(tag))
+        if any(name.endswith(_PICKLES) for name in names):
+            raise CheckpointError(f"{self._path(tag)} has pickles, which can run any code: they are never loaded", fix=_CONVERT)
+        if _MANIFEST not in names:
             raise CheckpointError(f"{self._path(tag)} has no manifest: it is not a checkpoint of ours", fix=self._others())
         return self._open(tag)
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from naught.cli.arguments import add_config, add_plan
+from naught.cli.arguments import add_ckpt, add_config, add_plan
 from naught.errors import ConfigError, NaughtError
 
 __all__ = ["main"]
@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   naught plan llama3-8b --gpu h100 --host 512GB --write ds.json
   naught config check ds.json                  every problem of a DeepSpeed configuration at once
   naught config explain stage3_prefetch_bucket_size
+  naught ckpt verify runs/mine                 every byte of every checkpoint
 """
 
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     add_plan(commands)
     add_config(commands)
+    add_ckpt(commands)
     options = parser.parse_args(argv)
     try:
         return _run(options)
@@ -54,6 +56,10 @@ def _run(options: argparse.Namespace) -> int:
         from naught.cli.plan import run_plan
 
         return run_plan(options)
+    if options.command == "ckpt":
+        from naught.cli.ckpt import run_ckpt
+
+        return run_ckpt(options)
     from naught.cli.config import run_config
 
     return run_config(options)

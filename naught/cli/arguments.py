@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["PAPERS", "STARTERS", "add_config", "add_plan"]
+__all__ = ["PAPERS", "STARTERS", "add_ckpt", "add_config", "add_plan"]
 
 PAPERS = ("zero-table1", "zero-table2", "zero-figure1", "zero-c1-c5", "infinity-figure2", "infinity-bandwidth")
 STARTERS = ("stage1", "stage2", "stage3", "offload", "infinity")
@@ -78,3 +78,17 @@ def add_config(commands: Any) -> None:
     init = actions.add_parser("init", help="write a starter configuration")
     init.add_argument("kind", choices=STARTERS, help="what to start from")
     init.add_argument("-o", "--output", metavar="FILE", help="instead of standard output; never overwritten")
+
+
+def add_ckpt(commands: Any) -> None:
+    parser = commands.add_parser("ckpt", help="look at checkpoints, and read every byte of them")
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    for name, meaning in (
+        ("info", "list what a folder of checkpoints holds"),
+        ("verify", "read every byte and compare checksums"),
+    ):
+        action = actions.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
+        action.add_argument("folder", metavar="DIR", help="what save_checkpoint was given, or one checkpoint in it")
+        action.add_argument("tag", nargs="?", metavar="TAG", help="one of them, such as global_step100; without it, all")
+        if name == "info":
+            action.add_argument("--json", action="store_true", help="print data instead of a table")
