@@ -11,6 +11,7 @@ from menagerie import DEVICE, MODELS, batch_of, my_rank
 from torch import Tensor, nn
 
 from naught.engine import Engine
+from naught.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from naught.start import initialize
 
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
@@ -98,6 +99,15 @@ def digest_of_moments(engine: Engine) -> str:
             for _, state in sorted((segment.states.moments | masters).items()):
                 whole = state if not unit.placement.optim.split else engine.schedule.group.exchange(state).flatten()
                 found += [whole[slot.span.start : slot.span.stop] for slot in segment.layout.slots]
+    return digest(found)
+
+
+def digest_in_32_bits(engine: Engine) -> str:
+    """Weights and moments as training goes by them, whatever precision it computes in."""
+    found: list[Tensor] = []
+    for param in engine.module.parameters():
+        states = (safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq"))
+        found += [tensor for tensor in (safe_get_full_fp32_param(param), *states) if tensor is not None]
     return digest(found)
 
 
