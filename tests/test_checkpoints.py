@@ -297,8 +297,11 @@ def test_no_damage_is_ever_silent():
         what = damage(disk, dice)
         store = Store(disk, ROOT)
         try:
-            store.verify(store.find("global_step2"))
-            same = read(store, "global_step2") == wanted(2)
+            saved = store.find("global_step2")
+            store.verify(saved)
+            params = {name: Param(shape=(2, 5), trained=True, updates=2) for name in NAMES}
+            told = (saved.manifest.step, saved.manifest.engine, saved.manifest.params)
+            same = read(store, "global_step2") == wanted(2) and told == (2, {"samples": 14}, params)
         except (CheckpointError, StorageError) as error:
             assert "global_step2" in str(error), f"seed {seed}: {what}: {error}"
             continue
@@ -349,6 +352,16 @@ def test_a_hostile_text_can_only_be_refused(kind):
 
 def files_of_one(disk: MemoryDisk, name: str) -> Inode:
     return disk._file(f"{ROOT}/global_step2/{name}")
+
+
+def test_a_table_that_its_manifest_does_not_mean_is_refused():
+    disk = fresh()
+    save(disk, 2, ROOT)
+    inode = files_of_one(disk, "rank-00001.json")
+    table = parse(Table, bytes(inode.data), "rank-00001.json")
+    inode.data[:] = text_of(table.model_copy(update={"numbers": {"tok.weight": {"step": ("int", 3.0)}}}))
+    with pytest.raises(CheckpointDamaged, match="is not the file that its manifest means"):
+        Store(disk, ROOT).verify(Store(disk, ROOT).find("global_step2"))
 
 
 def test_a_newer_format_says_so():

@@ -112,6 +112,23 @@ def test_a_checkpoint_loads_at_any_world_and_stage(worlds, tmp_path, before, aft
         assert [losses for _, losses in again] == [losses for _, losses in found], "alike from there on at another stage"
 
 
+def bytes_of_tensors(folder: Path, stage: int) -> int:
+    engine = make(stage, "plain", "bf16")
+    take_steps(engine, 1)
+    engine.save_checkpoint(folder / str(stage))
+    store = Store(RealDisk(), str(folder / str(stage)))
+    saved = store.find("global_step1")
+    tables = [store.table(saved, rank) for rank in range(saved.manifest.world)]
+    return sum(run.stop - run.start for table in tables for run in table.runs if run.kind != "own")
+
+
+def test_every_element_is_written_once_at_every_stage(two, tmp_path):
+    sizes = {two.run(bytes_of_tensors, tmp_path, stage)[0] for stage in range(4)}
+    numel = sum(param.numel() for param in MODELS["plain"]().parameters())
+    assert len(sizes) == 1
+    assert sizes.pop() == pytest.approx(12 * numel, rel=0.02), "masters and two moments, and some padding"
+
+
 def into_another_precision(folder: Path, recipe: str) -> str:
     engine = make(2, "plain", recipe, seed=1)
     engine.load_checkpoint(str(folder))
