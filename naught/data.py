@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
@@ -59,16 +59,25 @@ def loader_of(
     return Loader(loader, share)
 
 
+@runtime_checkable
+class _Numbered(Protocol):
+    """A dataset that is asked for samples by number, whatever it derives from."""
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
 def _numel(dataset: Dataset[Any]) -> int:
     """How many samples a dataset has that is asked for them by number."""
     kind = type(dataset)
-    if not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):  # two ways to be a dataset, and no type for them
+    if not isinstance(dataset, _Numbered):
         raise UsageError(
             f"a {kind.__name__} is no dataset: samples cannot be had from it by number",
             where="training_data",
             fix="give it __getitem__ and __len__, or derive it from torch.utils.data.IterableDataset",
         )
-    numel = len(dataset)  # type: ignore[arg-type]
+    numel = len(dataset)
     if numel == 0:
         raise UsageError("the dataset is empty", where="training_data")
     return int(numel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -12,22 +12,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from naught.accumulation import Accumulation, by_an_engine
-from naught.answers import Answers
-from naught.checkpoints import RealDisk, Store
+from naught.between import Between
 from naught.claims import Claims
 from naught.config import Batch, Config
-from naught.data import Loader, loader_of
+from naught.data import Loader
 from naught.errors import ScheduleError, UsageError
-from naught.exporting import save_weights, whole_state
 from naught.hooks import recomputing
-from naught.loading import Wanted, load
 from naught.loss_scale import FixedScale
-from naught.norms import norms_by_name
 from naught.observing import Observer, StepFacts
 from naught.parking import Parking
 from naught.passes import Passes
 from naught.precision import DTYPES, precision_of
-from naught.saving import save
 from naught.stepping import Stepping
 
 __all__ = ["Engine", "engines"]
@@ -37,7 +32,7 @@ engines: Claims[Engine] = Claims()
 _LIVING: WeakSet[Engine] = WeakSet()
 
 
-class Engine(Answers):
+class Engine(Between):
     """A model that trains as its configuration says. Call it, `backward` its loss, and `step`."""
 
     def __init__(
@@ -197,130 +192,6 @@ class Engine(Answers):
         """Release what is gathered; between passes nothing is."""
         self.refuse_away()
         self.passes.close()
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> Loader:
-        """Batches of this rank's share of a dataset, of the micro-batch's size unless told otherwise; in their own order
-        unless they are for training."""
-        return loader_of(
-            dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            rank=self.global_rank,
-            world=self.world_size,
-            collate_fn=collate_fn,
-            sampler=data_sampler,
-            num_workers=num_local_io_workers or 0,
-            shuffle=route == "train",
-            pin_memory=pin_memory,
-            drop_last=self.settings.dataloader_drop_last,
-        )
-
-    # --- checkpoints ---
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save training between two steps, as `save_dir/global_stepN` unless there is a tag. All ranks must call. It is
-        saved whole, or an error is raised on every rank and nothing is there."""
-        store = Store(RealDisk(), str(save_dir))
-        save(self, store, tag, client_state or {}, points=save_latest, frozen=not exclude_frozen_parameters)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: None = None,
-    ) -> tuple[str, dict[str, Any]]:
-        """Load the newest whole checkpoint of a folder, or that of a tag, of any world size, stage and precision. Returns
-        its path and the client's state. If anything is wrong, an error is raised on every rank."""
-        if custom_load_fn is not None:
-            raise UsageError("custom_load_fn is not available", fix="leave it out")
-        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
-        return f"{load_dir}/{found}", client_state
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The module's state dict, whole, as copies in host memory. All ranks must call."""
-        return whole_state(self, frozen=not exclude_frozen_parameters)
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write whole weights, as modules compute with them, to one safetensors file. All ranks must call."""
-        save_weights(self, str(save_dir), save_filename, frozen=not exclude_frozen_parameters)
-        return True
-
-    # --- what is inside ---
-
-    def gathered(
-        self, params: Iterable[nn.Parameter] | None = None, *, writer: int | None = None
-    ) -> AbstractContextManager[None]:
-        """While open, these parameters, or all, can be read and written. All ranks must open it, and write the same,
-        unless one rank is the writer: then what that one writes is kept."""
-        if self.destroyed:
-            return nullcontext()
-        self.refuse_away()
-        return self.passes.lending(params, writer)
-
-    def grad_norms(self) -> dict[str, float]:
-        """The norm of each parameter's gradient, by name, between backward and step. All ranks must ask."""
-        self.refuse_away()
-        self.passes.complete()
-        return norms_by_name(self.schedule.units.values(), self.schedule.group, self.loss_scale.value)
-
-    def report(self) -> dict[str, Any]:
-        """What this rank has sent, holds and spends: bytes by collective, unit and phase; bytes now, at the peak, and after
-        each phase of the last step, by category; seconds by phase, on an accelerator its own."""
-        return self.watch.report() | {"steps": self.global_steps, "skipped": self.skipped_steps}
-
-    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Compile the forward of every unit by itself: the weights of one come and go between two graphs."""
-        modules = dict(self.module.named_modules())
-        blocks = [modules[name] for name in self.schedule.units if name] or [self.module]
-        for block in blocks:
-            block.compile(backend=backend, **(compile_kwargs or {}))
-
-    @property
-    def is_compiled(self) -> bool:
-        return any(module._compiled_call_impl is not None for module in self.module.modules())
-
-    def offload_states(
-        self,
-        include: Sequence[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move states, all or those of some kinds, from the device to host memory until reload_states()."""
-        del pin_memory, non_blocking
-        self.refuse_away()
-        self.refuse_inside_gathered()
-        self.passes.close()
-        self.parking.park(include, device)
-        self.passes.away = UsageError("the engine's states are away", fix="call engine.reload_states() first")
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        del non_blocking
-        self.parking.fetch()
-        self.passes.away = None
 
     def destroy(self) -> None:
         """Give the model whole weights of its own again, and let go of everything. The engine is of no use afterwards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import naught
 from naught.answers import Answers
@@ -13,6 +13,15 @@ from naught.loss_scale import AdaptiveScale
 __all__ = ["memory_of", "recall", "recall_rates"]
 
 _SCALE = ("value", "steps", "last_overflow", "forgiveness")
+
+
+@runtime_checkable
+class _Resumable(Protocol):
+    """A schedule that can tell where it is. A user's own need not."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def memory_of(engine: Answers) -> dict[str, Any]:
@@ -33,7 +42,7 @@ def memory_of(engine: Answers) -> dict[str, Any]:
 
 
 def _state_of(rates: Any) -> Mapping[str, Any]:
-    return rates.state_dict() if rates is not None and hasattr(rates, "state_dict") else {}
+    return rates.state_dict() if isinstance(rates, _Resumable) else {}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,5 +82,5 @@ def recall_rates(engine: Answers, memory: Mapping[str, Any]) -> None:
     for group, saved in zip(groups, memory["groups"], strict=True):
         group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()})
     rates = engine.stepping.rates
-    if rates is not None and hasattr(rates, "load_state_dict") and memory["rates"]:
+    if isinstance(rates, _Resumable) and memory["rates"]:
         rates.load_state_dict(dict(memory["rates"]))

@@ -19,7 +19,7 @@ from naught.build import Surroundings, budgets_of, build_units, limits_of, refus
 from naught.claims import refuse_claimed
 from naught.comm import Group, Ledger, Mean
 from naught.comm.launch import find_seat
-from naught.config import Config, Source, derive_batch, load
+from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
 from naught.devices import device_for, keep_freed_pages
 from naught.engine import Engine
@@ -87,17 +87,7 @@ def initialize(
     with group.together():
         batch = derive_batch(settings, group.size)
         observer = Observer(settings, watch, group.rank)
-        loader = None
-        if training_data is not None:
-            loader = loader_of(
-                training_data,
-                batch_size=batch.micro,
-                rank=group.rank,
-                world=group.size,
-                collate_fn=collate_fn,
-                pin_memory=True,
-                drop_last=settings.dataloader_drop_last,
-            )
+        loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
     accumulation = Accumulation(
         batch, group.size, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
     )
@@ -107,6 +97,18 @@ def initialize(
     engine = Engine(model, settings, accumulation, passes, stepping, observer)
     engine.training_dataloader = loader
     return Started(engine, chosen, loader, rates)
+
+
+def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, settings: Config, batch: Batch, group: Group) -> Loader:
+    return loader_of(
+        dataset,
+        batch_size=batch.micro,
+        rank=group.rank,
+        world=group.size,
+        collate_fn=collate_fn,
+        pin_memory=True,
+        drop_last=settings.dataloader_drop_last,
+    )
 
 
 def _mean(settings: Config) -> Mean:

@@ -152,6 +152,7 @@ def tells(stage: int) -> dict[str, Any]:
     return before | {
         "device": engine.device.type,
         "ranks": (engine.global_rank, engine.world_size, engine.dp_world_size),
+        "local": engine.local_rank,
         "counts": (engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples),
         "batch": (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
         "info": tuple(engine.get_batch_info()),
@@ -173,6 +174,7 @@ def test_an_engine_answers_by_deepspeeds_names(two):
             "was_step_applied": False,
             "device": DEVICE.type,
             "ranks": (rank, 2, 2),
+            "local": 0,  # no launcher has said anything else
             "counts": (2, 4, 0, 16),
             "batch": (8, 2, 2),
             "info": (8, 2, 2),

@@ -60,7 +60,7 @@ LAYERS = [
         "stepping",
     ],
     ["norms", "parking", "data", "costs", "flops", "monitors", "step_log", "observing"],
-    ["answers", "inventory", "numbers", "own_states", "memory", "saving", "loading", "exporting", "engine", "start"],
+    ["answers", "inventory", "numbers", "own_states", "memory", "saving", "loading", "exporting", "between", "engine", "start"],
     ["fragments", "zero", "utils", "ops.adam", "ops.adagrad", "ops.lion", "ops"],
     ["cli.arguments", "cli.files", "cli.config", "cli.plan", "cli.ckpt", "cli", "__main__"],
 ]
@@ -88,6 +88,7 @@ TORCH_ALLOWED = {
     *("schedule", "hooks", "scout", "agreement", "build", "update", "watch", "passes", "engine"),
     *("cpu", "accelerator", "comm", "comm.starting", "claims", "hints", "membership", "foreign", "optimizer", "norms"),
     *(
+        "between",
         "exporting",
         "inventory",
         "numbers",
