@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["Answers"]
 
 
+class _Background(Protocol):
+    """Saves that go on beside training."""
+
+    def settle(self) -> None:
+        """Wait until they copy nothing any more."""
+
+
 class Answers(nn.Module):
     """The part of an engine that only tells."""
 
@@ -39,6 +46,7 @@ class Answers(nn.Module):
     stepping: Stepping
     observer: Observer
     training_dataloader: Loader | None
+    background: _Background
     destroyed: bool
 
     # --- whether there is anything to ask ---
@@ -46,6 +54,11 @@ class Answers(nn.Module):
     def refuse_inside_gathered(self) -> None:
         if self.passes.lent:
             raise UsageError("this cannot be done inside engine.gathered()", fix="do it outside")
+
+    def before_a_change(self) -> None:
+        """What changes states comes here first: not inside of gathered(), and not while a save still copies them."""
+        self.refuse_inside_gathered()
+        self.background.settle()
 
     def refuse_away(self) -> None:
         """Nothing can be done to states that are not there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +13,14 @@ from naught.answers import Answers
 from naught.checkpoints import RealDisk, Store
 from naught.data import Loader, loader_of
 from naught.errors import UsageError
-from naught.exporting import save_weights, whole_state
-from naught.loading import Wanted, load
 from naught.norms import norms_by_name
 from naught.parking import Parking
-from naught.saving import save
+from naught.saves.background import Background
+from naught.saves.importing import import_weights
+from naught.saves.loading import Wanted, load
+from naught.saves.saving import begin, write
+from naught.saves.snapshot import bytes_of
+from naught.saves.whole import save_weights, whole_state
 
 __all__ = ["Between"]
 
@@ -25,6 +29,7 @@ class Between(Answers):
     """The part of an engine that does not train."""
 
     parking: Parking
+    background: Background
 
     # --- what is inside ---
 
@@ -36,6 +41,7 @@ class Between(Answers):
         if self.destroyed:
             return nullcontext()
         self.refuse_away()
+        self.background.settle()
         return self.passes.lending(params, writer)
 
     def grad_norms(self) -> dict[str, float]:
@@ -70,7 +76,7 @@ class Between(Answers):
         """Move states, all or those of some kinds, from the device to host memory until reload_states()."""
         del pin_memory, non_blocking
         self.refuse_away()
-        self.refuse_inside_gathered()
+        self.before_a_change()
         self.passes.close()
         self.parking.park(include, device)
         self.passes.away = UsageError("the engine's states are away", fix="call engine.reload_states() first")
@@ -89,12 +95,28 @@ class Between(Answers):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        asynchronous: bool | None = None,
     ) -> bool:
         """Save training between two steps, as `save_dir/global_stepN` unless there is a tag. All ranks must call. It is
-        saved whole, or an error is raised on every rank and nothing is there."""
+        saved whole, or an error is raised on every rank and nothing is there.
+
+        Asynchronously (`naught.async_save` is the default) it is copied, and written while training goes on. An error is then
+        raised by the step after which it is known on every rank, by the next save or load, by `wait_for_checkpoint` or by
+        `destroy`; a script that ends without any of them ends with status 1.
+        """
+        self.background.wait()
         store = Store(RealDisk(), str(save_dir))
-        save(self, store, tag, client_state or {}, points=save_latest, frozen=not exclude_frozen_parameters)
+        beside = self.settings.naught.async_save if asynchronous is None else asynchronous
+        save = begin(self, store, tag, client_state or {}, points=save_latest, frozen=not exclude_frozen_parameters)
+        if beside:
+            self.background.start(save)
+        else:
+            write(save, self.schedule.group, bytes_of(save.kept))
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until an asynchronous save is over, if there is one. All ranks must call."""
+        self.background.wait()
 
     def load_checkpoint(
         self,
@@ -110,9 +132,16 @@ class Between(Answers):
         its path and the client's state. If anything is wrong, an error is raised on every rank."""
         if custom_load_fn is not None:
             raise UsageError("custom_load_fn is not available", fix="leave it out")
+        self.background.wait()
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
         return f"{load_dir}/{found}", client_state
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Take over whole weights from a safetensors file, or from a folder as Hugging Face writes them: every rank reads the
+        bytes that it keeps, straight into its shards. All ranks must call. The optimizer is left as it is."""
+        self.background.wait()
+        import_weights(self, RealDisk(), Path(path), strict=strict)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The module's state dict, whole, as copies in host memory. All ranks must call."""

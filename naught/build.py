@@ -74,8 +74,11 @@ _HEEDED = (
     "naught.nvme_path",
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
+    "naught.async_save",
+    "naught.keep_last",
+    "naught.keep_every",
 )
-_TUNING = ("zero_optimization.", "aio.", "checkpoint.")
+_TUNING = ("zero_optimization.", "aio.")
 
 
 def refuse_what_is_not_there_yet(config: Config) -> None:

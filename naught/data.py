@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,7 +35,7 @@ def loader_of(
     """
     if batch_size < 1:
         raise UsageError(f"a batch has at least 1 sample, not {batch_size}", where="batch_size")
-    share: DistributedSampler[Any] | None = None
+    share: _Share | None = None
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise UsageError("an iterable dataset has no sampler: it gives samples in its own order", fix="leave the sampler out")
@@ -46,7 +47,7 @@ def loader_of(
                     f"a dataset of {numel} samples has no full batch of {batch_size} for each of {world} ranks",
                     fix="set dataloader_drop_last to false, or make the batches smaller",
                 )
-            share = DistributedSampler(dataset, world, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+            share = _Share(dataset, world, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
     loader = DataLoader(
         dataset,
         batch_size,
@@ -56,7 +57,25 @@ def loader_of(
         pin_memory=pin_memory and torch.accelerator.is_available(),  # without one torch would warn of it
         drop_last=drop_last,
     )
-    return Loader(loader, share)
+    return Loader(loader, share, world)
+
+
+class _Share(DistributedSampler[Any]):
+    """A rank's samples, in torch's order, or from one of them on."""
+
+    first = 0
+    asked: int | None = None  # the epoch that a user has set since the last began
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.asked = epoch
+
+    def begin(self, epoch: int, first: int) -> None:
+        super().set_epoch(epoch)
+        self.first, self.asked = first, None
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(super().__iter__(), self.first, None)
 
 
 @runtime_checkable
@@ -84,28 +103,63 @@ def _numel(dataset: Dataset[Any]) -> int:
 
 
 class Loader:
-    """A DataLoader that tells its sampler of each new epoch. Whoever sets the epoch himself is heeded, and counting goes
-    on from there. All else is the DataLoader's own."""
+    """A DataLoader that begins a new epoch whenever it is iterated, and can tell and take up where it is. Whoever sets the
+    epoch himself is heeded, and counting goes on from there. All else is the DataLoader's own."""
 
-    def __init__(self, loader: DataLoader[Any], share: DistributedSampler[Any] | None) -> None:
-        self.loader, self.share = loader, share
-        self.seen_epoch = -1  # the last one that was iterated
+    def __init__(self, loader: DataLoader[Any], share: _Share | None, world: int) -> None:
+        self.loader, self.share, self.world = loader, share, world
+        self.epoch = 0  # the one under way, or the next
+        self.given: int | None = None  # batches of it; None: it has not begun
+        self.skips = 0  # batches that the next iteration leaves out, for it goes on where another was
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.share is not None and self.share.asked is not None:
+            self.set_epoch(self.share.asked)
+        elif self.given is not None:
+            self.set_epoch(self.epoch + 1)
+        skips, self.skips = self.skips, 0
         if self.share is not None:
-            if self.share.epoch == self.seen_epoch:
-                self.share.set_epoch(self.seen_epoch + 1)
-            self.seen_epoch = self.share.epoch
-        return iter(self.loader)
+            self.share.begin(self.epoch, skips * self._batch)
+        batches = iter(self.loader)
+        if self.share is None:
+            for _ in range(skips):  # nobody knows the order but by drawing
+                next(batches, None)
+        self.given = skips
+        return self._counted(batches)
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        epoch = self.epoch
+        for batch in batches:
+            assert self.given is not None
+            self.given += 1
+            yield batch
+        if self.epoch == epoch:
+            self.set_epoch(epoch + 1)
+
+    @property
+    def _batch(self) -> int:
+        return self.loader.batch_size or 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle as in this epoch when iterated next."""
-        if self.share is not None:
-            self.share.set_epoch(epoch)
-            self.seen_epoch = -1
+        """Shuffle as in this epoch when iterated next: from its start, or from where it was when it was saved."""
+        if (epoch, None) != (self.epoch, self.given):
+            self.epoch, self.given, self.skips = epoch, None, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is: in an epoch, after so many samples over all ranks. For a checkpoint's client_state; the loader of
+        `training_data` is saved with the engine."""
+        given = self.skips if self.given is None else self.given
+        whole = isinstance(self.loader.dataset, _Numbered) and given >= len(self.loader)
+        return {"epoch": self.epoch + whole, "samples": 0 if whole else given * self._batch * self.world}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on there when iterated next, with any number of ranks. Where samples do not make whole batches of all ranks, a
+        few come twice. What a user's own sampler or an iterable dataset gave before is drawn again, and let go."""
+        self.epoch, self.given = int(state["epoch"]), None
+        self.skips = int(state["samples"]) // (self._batch * self.world)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "loader"), name)

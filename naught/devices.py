@@ -6,15 +6,17 @@ import ctypes
 import os
 import platform
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from naught.accelerator import get_accelerator
+from naught.cpu import Cpu
 from naught.errors import ModelError
 
-__all__ = ["Mark", "allocated_bytes", "device_for", "keep_freed_pages", "mark"]
+__all__ = ["HostCopies", "Mark", "allocated_bytes", "device_for", "free_host_bytes", "keep_freed_pages", "mark"]
 
 
 def device_for(model: nn.Module) -> torch.device:
@@ -40,6 +42,35 @@ def _device_of(model: nn.Module) -> torch.device | None:
 def allocated_bytes(device: torch.device) -> int | None:
     """Bytes that tensors of this process hold on an accelerator; None where nobody counts them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that this process could still have."""
+    return Cpu().mem_get_info()[0]
+
+
+class HostCopies:
+    """Copies of tensors in host memory. Made inside of `beside`, in a thread, they wait for nothing that the device is asked
+    after this was made, and nothing waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: torch.cuda.Stream | None = None  # None: the device is the host
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Under way until `arrive`."""
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
+        return pinned.copy_(tensor, non_blocking=True)
+
+    def arrive(self) -> None:
+        """Wait for the copies that this thread has asked for."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).synchronize()
 
 
 # glibc's numbers for mallopt.

@@ -23,6 +23,7 @@ from naught.observing import Observer, StepFacts
 from naught.parking import Parking
 from naught.passes import Passes
 from naught.precision import DTYPES, precision_of
+from naught.saves.background import Background
 from naught.stepping import Stepping
 
 __all__ = ["Engine", "engines"]
@@ -48,6 +49,7 @@ class Engine(Between):
         self.module, self.settings, self.accumulation = module, settings, accumulation
         self.passes, self.stepping, self.observer = passes, stepping, observer
         self.parking = Parking(passes.schedule.units.values())
+        self.background = Background(passes.schedule.group, passes.watch.device, passes.watch.meter)
         self.training_dataloader: Loader | None = None  # None: no training_data was given
         self.destroyed = False
         engines.claim(passes.homes, self)
@@ -113,6 +115,7 @@ class Engine(Between):
         with self._all_or_nothing():
             if self.accumulation.at_boundary:
                 self.passes.complete()
+                self.background.settle()
                 self.watch.enter("step")
                 self.stepping.take(**(lr_kwargs or {}))
                 self.watch.after("step")
@@ -122,6 +125,7 @@ class Engine(Between):
         self.accumulation.step()
         if completes:
             self.observer.stepped(self._facts())
+            self.background.look()
 
     def _facts(self) -> StepFacts:
         return StepFacts(
@@ -195,7 +199,7 @@ class Engine(Between):
 
     def destroy(self) -> None:
         """Give the model whole weights of its own again, and let go of everything. The engine is of no use afterwards."""
-        self.refuse_inside_gathered()
+        self.before_a_change()
         if not self.destroyed:
             self.reload_states()
             self.destroyed = True
@@ -205,6 +209,7 @@ class Engine(Between):
             self.observer.close()
             if self.optimizer is not None:
                 self.optimizer.destroy()
+            self.background.wait()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -117,7 +117,7 @@ def _home_of(param: nn.Parameter, *, writes: bool = False) -> _Home:
         raise UsageError("the parameter belongs to no engine", fix="call naught.initialize with its model first")
     engine.refuse_away()
     if writes:
-        engine.refuse_inside_gathered()
+        engine.before_a_change()
     for segment in engine.schedule.units[engine.passes.homes[param]].segments:
         for index, member in enumerate(segment.weights.params):
             if member is param:

@@ -124,11 +124,21 @@ class MemoryDisk:
         del path
         return 1 << 40
 
+    def hold(self, path: str) -> MemoryHold:
+        """Nobody else is there."""
+        self._folder(path)
+        return MemoryHold()
+
     # --- what a crash leaves ---
 
     def after_crash(self, dice: random.Random) -> MemoryDisk:
         """For every name and every file one of the states that may have reached the disk."""
         return MemoryDisk(_left(self.root, dice, {}))
+
+
+class MemoryHold:
+    def let_go(self) -> None:
+        pass
 
 
 class MemoryFile:

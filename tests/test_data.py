@@ -171,3 +171,57 @@ def test_repeating_nothing_is_refused(loader):
     with pytest.raises(UsageError, match="gives no batch"):
         for _ in range(2):
             next(repeating)
+
+
+# --- where it is ----------------------------------------------------------------------------------------------------------
+
+
+def take(loader, count: int) -> list[int]:
+    return [int(value) for batch in itertools.islice(iter(loader), count) for value in batch]
+
+
+@pytest.mark.parametrize(("epochs", "batches"), [(0, 0), (0, 1), (0, 2), (1, 2), (0, 3), (2, 0)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_where_it_was(epochs, batches, workers):
+    loader, reference = ranks(24, num_workers=workers)[1], ranks(24)[1]
+    for _ in range(epochs):
+        assert samples(loader) == samples(reference)
+    had, whole = take(loader, batches) if batches else [], samples(reference)
+    assert had == whole[: len(had)]
+    state = loader.state_dict()
+    again = ranks(24, num_workers=workers)[1]
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    rest = samples(again)
+    follows = samples(reference)
+    assert rest + samples(again) == (whole[len(had) :] or follows) + (follows if len(had) < len(whole) else samples(reference))
+
+
+def test_users_who_set_the_epoch_again_after_loading_lose_nothing():
+    loader, reference = ranks(24)[0], ranks(24)[0]
+    samples(reference)
+    whole = samples(reference)
+    loader.load_state_dict({"epoch": 1, "samples": 8})
+    loader.sampler.set_epoch(1)
+    assert samples(loader) == whole[4:]
+    loader.sampler.set_epoch(1)
+    assert samples(loader) == whole
+
+
+@pytest.mark.parametrize("world", [1, 3, 6])
+def test_another_number_of_ranks_sees_the_rest_and_nothing_twice(world):
+    first = [take(loader, 3) for loader in ranks(72, world=2)]
+    loaders = ranks(72, world=world)
+    for loader in loaders:
+        loader.load_state_dict({"epoch": 0, "samples": 24})
+    seen = [value for share in [*first, *map(samples, loaders)] for value in share]
+    assert sorted(seen) == list(range(72))
+
+
+def test_what_has_its_own_order_is_drawn_again():
+    loader = loader_of(Stream(), batch_size=2, rank=0, world=1)
+    assert take(loader, 1) == [0, 1]
+    again = loader_of(Stream(), batch_size=2, rank=0, world=1)
+    again.load_state_dict(loader.state_dict())
+    assert samples(again) == [2, 3, 4]
+    assert samples(again) == [0, 1, 2, 3, 4]

@@ -516,5 +516,5 @@ def test_a_monitor_that_cannot_begin_stops_every_rank(two, tmp_path):
     (tmp_path / "file").write_text("no folder")
     one, other = two.run(cannot_write, tmp_path)
     assert "NotADirectoryError" in one or "FileExistsError" in one
-    assert "something is amiss on rank 0" in other
+    assert "[rank 0]" in other
     assert "file" in other

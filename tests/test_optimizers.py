@@ -361,7 +361,7 @@ def wrong_on_one_rank() -> str:
 
 def test_a_mistake_on_one_rank_is_told_on_all(two):
     other, own = two.run(wrong_on_one_rank)
-    assert "amiss on rank 1" in other
+    assert "[rank 1]" in other
     assert "Lamb cannot be used" in own
 
 

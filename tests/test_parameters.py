@@ -260,7 +260,7 @@ def tampers(stage: int, how: str) -> str:
 def test_a_parameter_that_the_engine_has_lost_is_an_error_on_every_rank(two, how, words):
     other, guilty = two.run(tampers, 1, how)
     assert words in guilty
-    assert words in other or "amiss on rank 1" in other
+    assert words in other
 
 
 def test_converting_the_model_afterwards_is_refused():

@@ -21,6 +21,8 @@ from naught.checkpoints import RealDisk, Store
 from naught.cli import main
 from naught.engine import Engine
 from naught.errors import CheckpointDamaged, CheckpointError, NaughtError, StorageError, UsageError
+from naught.saves.saving import begin, write
+from naught.saves.snapshot import bytes_of
 from naught.start import initialize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -220,7 +222,7 @@ def test_weights_alone_and_models_that_have_grown(tmp_path):
     model = MODELS["plain"]()
     model.extra = nn.Linear(2, 2)
     engine = engine_of(model, config_of(1))
-    with pytest.raises(CheckpointError, match=r'another model: 2 parameters are missing in it \("extra.weight", "extra.bias"\)'):
+    with pytest.raises(CheckpointError, match=r'another model: 2 tensors missing in it \("extra.weight", "extra.bias"\)'):
         engine.load_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path, load_module_strict=False)
 
@@ -316,17 +318,20 @@ class FullDisk(RealDisk):
         return super().create(path, nbytes)
 
 
-def fills_up(folder: Path, at: int) -> tuple[str, list[str]]:
-    from naught.saving import save
+def save_to(engine: Engine, store: Store) -> None:
+    begun = begin(engine, store, None, {})
+    write(begun, engine.schedule.group, bytes_of(begun.kept))
 
+
+def fills_up(folder: Path, at: int) -> tuple[str, list[str]]:
     engine = make(2, "plain", "fp32")
     take_steps(engine, 1)
     disk = FullDisk(at) if my_rank() == 1 else RealDisk()
     try:
-        save(engine, Store(disk, str(folder)), None, {})
+        save_to(engine, Store(disk, str(folder)))
     except NaughtError as error:
         names = sorted(path.name for path in folder.iterdir())
-        save(engine, Store(RealDisk(), str(folder)), None, {})  # there is room again
+        save_to(engine, Store(RealDisk(), str(folder)))  # there is room again
         return str(error), names
     return "nothing", []
 

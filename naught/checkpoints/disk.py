@@ -6,6 +6,7 @@ Paths are joined here from a folder that the user named and names that this pack
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from naught.errors import StorageError
 
-__all__ = ["Disk", "File", "RealDisk"]
+__all__ = ["Disk", "File", "Hold", "RealDisk"]
 
 Bytes = bytes | memoryview
 
@@ -32,6 +33,12 @@ class File(Protocol):
         """Close, whatever has become of it."""
 
 
+class Hold(Protocol):
+    """A folder that is kept to one process."""
+
+    def let_go(self) -> None: ...
+
+
 class Disk(Protocol):
     """What a checkpoint needs of a file system. Every failure is a StorageError that names the path."""
 
@@ -43,7 +50,7 @@ class Disk(Protocol):
     def create(self, path: str, nbytes: int) -> File:
         """A file that was not there, with room for so many bytes."""
 
-    def read(self, path: str, start: int, stop: int) -> bytes:
+    def read(self, path: str, start: int, stop: int) -> Bytes:
         """Exactly these bytes of a plain file."""
 
     def size(self, path: str) -> int:
@@ -61,6 +68,9 @@ class Disk(Protocol):
         """Wait until what was made, renamed or removed in a folder is so on the disk."""
 
     def free_bytes(self, path: str) -> int: ...
+
+    def hold(self, path: str) -> Hold | None:
+        """Keep a folder to this process until it lets go or dies. None: another has it, or nobody can tell."""
 
 
 class RealDisk:
@@ -86,16 +96,16 @@ class RealDisk:
             raise
         return file
 
-    def read(self, path: str, start: int, stop: int) -> bytes:
+    def read(self, path: str, start: int, stop: int) -> Bytes:
         with _telling("read", path), _opened(path) as handle:
-            parts: list[bytes] = []
-            while start < stop:
-                part = os.pread(handle, stop - start, start)
-                if not part:
+            found = memoryview(bytearray(stop - start))
+            done = 0
+            while start + done < stop:
+                count = os.preadv(handle, [found[done:]], start + done)
+                if count == 0:
                     raise OSError(errno.EIO, "the file ends before the bytes that were asked for")
-                parts.append(part)
-                start += len(part)
-            return b"".join(parts)
+                done += count
+            return found
 
     def size(self, path: str) -> int:
         with _telling("look at", path), _opened(path) as handle:
@@ -129,6 +139,24 @@ class RealDisk:
         with _telling("ask for the room in", path):
             found = os.statvfs(path)
             return found.f_bavail * found.f_frsize
+
+    def hold(self, path: str) -> Hold | None:
+        with _telling("open the folder", path):
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held, or a file system without locks
+            os.close(handle)
+            return None
+        return _RealHold(handle)
+
+
+class _RealHold:
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def let_go(self) -> None:
+        os.close(self.handle)
 
 
 class _RealFile:

@@ -89,6 +89,7 @@ class Param(_Record):
     shape: tuple[_Size, ...]
     trained: bool
     updates: _Size = 0
+    also: tuple[_Name, ...] = ()  # other names of the same parameter
 
     @property
     def numel(self) -> int:

@@ -113,18 +113,18 @@ class ShardFile:
             kind = "cut off" if found < shard.nbytes else "too long"
             raise CheckpointDamaged(f"{path} is {found} bytes, and {shard.nbytes} were written: it is {kind}", fix=_FIX)
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read(self, start: int, stop: int) -> memoryview:
         """These bytes of the file, and no more than the chunks around them are read."""
         assert 0 <= start <= stop <= self.shard.nbytes
         if start == stop:
-            return b""
+            return memoryview(b"")
         first, last = start // CHUNK_BYTES, (stop - 1) // CHUNK_BYTES
         begin = first * CHUNK_BYTES
         found = memoryview(self.disk.read(self.path, begin, min((last + 1) * CHUNK_BYTES, self.shard.nbytes)))
         for chunk in range(first, last + 1):
             at = (chunk - first) * CHUNK_BYTES
             self._check(chunk, found[at : at + CHUNK_BYTES])
-        return bytes(found[start - begin : stop - begin])
+        return found[start - begin : stop - begin]
 
     def verify(self) -> None:
         """Read all of it, a chunk at a time."""

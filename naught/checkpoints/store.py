@@ -10,16 +10,17 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from naught.checkpoints.disk import Bytes, Disk
+from naught.checkpoints.disk import Bytes, Disk, Hold
 from naught.checkpoints.manifest import Manifest, Run, Sealed, Table, parse, seal, text_of
 from naught.checkpoints.shard import Shard, ShardFile, write_shard
 from naught.errors import CheckpointDamaged, CheckpointError, StorageError
 
-__all__ = ["Saved", "Store"]
+__all__ = ["Keep", "Saved", "Store", "tag_of"]
 
 _TAG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$")
 _MANIFEST = "manifest.json"
 _UNDER_WAY, _GOING = ".tmp-", ".trash-"
+_POINTER = ".tmp-.latest-"  # no tag begins with a dot
 _PICKLES = (".pt", ".pth", ".bin", ".distcp")
 _CONVERT = (
     "where you trust the file, let DeepSpeed's own zero_to_fp32.py write safetensors (--safe_serialization), and load those "
@@ -35,11 +36,37 @@ class Saved(NamedTuple):
     manifest: Manifest
 
 
+class Keep(NamedTuple):
+    """Which checkpoints stay when a newer one is there: the last few, and every so many steps. None, None: all."""
+
+    last: int | None = None
+    every: int | None = None
+
+    @property
+    def all(self) -> bool:
+        return self.last is None and self.every is None
+
+    def holds(self, age: int, step: int) -> bool:
+        """Whether the checkpoint of a step stays that has so many newer ones."""
+        return self.all or age < (self.last or 1) or (self.every is not None and step % self.every == 0)
+
+
+def tag_of(step: int) -> str:
+    """What a checkpoint is called unless somebody calls it otherwise. Hugging Face looks for these."""
+    return f"global_step{step}"
+
+
 class Store:
     """A folder of checkpoints. One process of a job begins, commits and removes; every rank writes its own files."""
 
     def __init__(self, disk: Disk, root: str) -> None:
         self.disk, self.root = disk, root
+        self.held: Hold | None = None  # the folder of a save that has begun; nobody else sweeps it away
+
+    def _let_go(self) -> None:
+        if self.held is not None:
+            self.held.let_go()
+            self.held = None
 
     # --- saving ---
 
@@ -53,16 +80,22 @@ class Store:
             )
 
     def begin(self, tag: str, save: str) -> str:
-        """Make a folder for a checkpoint that is to have this tag. Returns its name for now."""
+        """Make a folder for a checkpoint that is to have this tag, and keep it to this process. Returns its name for now."""
         self._refuse_tag(tag)
         if tag in self.disk.names(self.root):
             raise CheckpointError(
                 f"{self._path(tag)} is there already, and a checkpoint is never overwritten",
                 fix="save under another tag, or remove it",
             )
-        folder = f"{_UNDER_WAY}{tag}-{save}"
+        folder = self.folder(tag, save)
         self.disk.make_folder(self._path(folder))
+        self.held = self.disk.hold(self._path(folder))
         return folder
+
+    @staticmethod
+    def folder(tag: str, save: str) -> str:
+        """The name of a checkpoint that is being written."""
+        return f"{_UNDER_WAY}{tag}-{save}"
 
     def write_rank(self, folder: str, table: Table, header: bytes, data: Iterable[Bytes]) -> Sealed:
         """Write one rank's shard and the table of it, which lacks the checksums. Returns what the manifest must say of it."""
@@ -83,11 +116,12 @@ class Store:
         self._write(self._path(folder, _MANIFEST), text_of(manifest))
         self.disk.sync_folder(self._path(folder))
         self.disk.rename(self._path(folder), self._path(tag))
+        self._let_go()
         self.disk.sync_folder(self.root)
 
     def point(self, tag: str, save: str) -> None:
         """Say in a text which checkpoint is the latest: for people. Nothing here reads it."""
-        passing = self._path(f"{_UNDER_WAY}latest-{save}")
+        passing = self._path(f"{_POINTER}{save}")
         self._write(passing, f"{tag}\n".encode())
         self.disk.rename(passing, self._path("latest"))
 
@@ -166,7 +200,7 @@ class Store:
         nbytes = self.disk.size(path)
         if nbytes > _MOST_TEXT_BYTES:
             raise CheckpointDamaged(f"{path} is {nbytes} bytes: no manifest or table is", fix="load another checkpoint")
-        return self.disk.read(path, 0, nbytes)
+        return bytes(self.disk.read(path, 0, nbytes))
 
     # --- removing ---
 
@@ -178,20 +212,38 @@ class Store:
         self.disk.sync_folder(self.root)
         self._clear(going)
 
+    def retire(self, newest: int, keep: Keep) -> list[str]:
+        """Remove what is not to be kept of the checkpoints up to a step, which is kept. Those of another name than we give,
+        and of later steps, are somebody's own. Returns the tags of what is gone."""
+        ours = [saved for saved in self.all() if saved.tag == tag_of(saved.manifest.step) and saved.manifest.step <= newest]
+        gone = [saved.tag for at, saved in enumerate(reversed(ours)) if not keep.holds(at, saved.manifest.step)]
+        for tag in gone:
+            self.remove(tag)
+        return gone
+
     def abandon(self, folder: str) -> None:
         """Remove what a save has written so far, if it has begun."""
+        self._let_go()
         if folder in self.disk.names(self.root):
             self._clear(folder)
 
     def sweep(self) -> list[str]:
-        """Remove what saves and removals that were stopped have left."""
+        """Remove what saves and removals that were stopped have left. What a living process holds is not touched."""
         left = [name for name in self.disk.names(self.root) if name.startswith((_UNDER_WAY, _GOING))]
-        for name in left:
-            if name.startswith(f"{_UNDER_WAY}latest-"):
-                self.disk.remove(self._path(name))
-            else:
-                self._clear(name)
-        return left
+        return [name for name in left if self._swept(name)]
+
+    def _swept(self, name: str) -> bool:
+        if name.startswith(_POINTER):
+            self.disk.remove(self._path(name))
+            return True
+        hold = self.disk.hold(self._path(name))
+        if hold is None:
+            return False
+        try:
+            self._clear(name)
+        finally:
+            hold.let_go()
+        return True
 
     def _clear(self, folder: str) -> None:
         for name in self.disk.names(self._path(folder)):

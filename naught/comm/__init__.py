@@ -11,11 +11,24 @@ from torch import distributed as _torchs
 
 from naught.comm.group import SAME_ORDER, Group, Mean
 from naught.comm.ledger import Ledger
+from naught.comm.mail import Mail
 from naught.comm.starting import get_local_rank, init_distributed
 from naught.comm.summary import log_summary
+from naught.comm.together import Together
 from naught.comm.wires import Pending
 
-__all__ = ["SAME_ORDER", "Group", "Ledger", "Mean", "Pending", "get_local_rank", "init_distributed", "log_summary"]
+__all__ = [
+    "SAME_ORDER",
+    "Group",
+    "Ledger",
+    "Mail",
+    "Mean",
+    "Pending",
+    "Together",
+    "get_local_rank",
+    "init_distributed",
+    "log_summary",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,7 @@ A process without torch.distributed is a group of one, on the same path.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from naught.comm.ledger import Ledger
+from naught.comm.together import Together
 from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
 from naught.errors import ScheduleError, UsageError
 from naught.layout import ALIGN_NUMEL
@@ -37,7 +37,7 @@ class Mean(NamedTuple):
     predivide: float = 1.0
 
 
-class Group:
+class Group(Together):
     """Gathers flats, reduces them to their owners, and exchanges numbers. `reduce_numel` is the most that one reduce
     carries where it needs memory of its own."""
 
@@ -88,30 +88,12 @@ class Group:
         dist.all_gather(rows, mine)
         return torch.stack(rows).to(values.device)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What goes wrong inside on one rank goes wrong on all. No collectives inside."""
-        try:
-            yield
-        except Exception as error:
-            self.raise_together(error)
-        else:
-            self.raise_together(None)
-
-    def raise_together(self, amiss: Exception | None) -> None:
-        """Raise on every rank if something is amiss on any: a rank says what it found, the others whose it is."""
-        flags = self.exchange(torch.tensor([int(amiss is not None)])).flatten().tolist()
-        if not any(flags):
-            return
-        texts = self.exchange_texts("" if amiss is None else str(amiss))
-        if amiss is not None:
-            raise amiss
-        raise UsageError(f"something is amiss on rank {flags.index(1)}: {texts[flags.index(1)]}")
-
     def exchange_texts(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks; as bytes, for nothing that is sent may be code."""
         raw = torch.tensor(list(text.encode()), dtype=torch.uint8)
         lengths = self.exchange(torch.tensor([raw.numel()])).flatten().tolist()
+        if not any(lengths):
+            return [""] * self.size
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: raw.numel()] = raw
         rows = self.exchange(padded)

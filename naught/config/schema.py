@@ -292,6 +292,11 @@ class Naught(Block):
         Flag,
         Key("stages 1 and 2 gather new weights where the next forward uses them, not in step(); they read as NaN until then"),
     ] = False
+    async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
+    keep_last: Annotated[
+        Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")
+    ] = None
+    keep_every: Annotated[Positive | None, Key("checkpoints of steps that this divides stay as well")] = None
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

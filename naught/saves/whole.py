@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from naught.answers import Answers
 from naught.errors import StorageError
+from naught.saves.own_states import kept_buffers
 
 __all__ = ["save_weights", "whole_state"]
 
@@ -26,11 +27,7 @@ def whole_state(engine: Answers, *, frozen: bool = True, tied: bool = True) -> d
             with engine.passes.lending(params):
                 copies |= {param: param.detach().to("cpu", copy=True) for param in params}
     state = {name: copies[param] for name, param in engine.module.named_parameters(remove_duplicate=not tied) if param in copies}
-    for name, buffer in engine.module.named_buffers():
-        holder, _, short = name.rpartition(".")
-        if short not in engine.module.get_submodule(holder)._non_persistent_buffers_set:
-            state[name] = buffer.detach().to("cpu", copy=True)
-    return state
+    return state | {name: buffer.detach().to("cpu", copy=True) for name, buffer in kept_buffers(engine).items()}
 
 
 def save_weights(engine: Answers, folder: str, filename: str, *, frozen: bool) -> str:

@@ -6,26 +6,23 @@ than the bytes that it keeps.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from naught.answers import Answers
-from naught.checkpoints import SIZES, Manifest, Saved, Store, Table
+from naught.checkpoints import Manifest, Saved, Store, Table, locate
 from naught.errors import CheckpointError, NaughtError
-from naught.inventory import DTYPES_BY_NAME, WEIGHTS, stretches
-from naught.memory import recall, recall_rates
-from naught.numbers import number_of
-from naught.own_states import OWN, own_tensors, put_own
+from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches
+from naught.saves.memory import recall, recall_rates
+from naught.saves.numbers import number_of
+from naught.saves.own_states import OWN, RANDOM, buffer_shapes, put_own
+from naught.saves.places import Places, tensor_of, weights_written
 from naught.states import Updating
 from naught.unit import Segment
 
 __all__ = ["Wanted", "load"]
-
-_SHOWN = 4
 
 
 class Wanted(NamedTuple):
@@ -37,31 +34,11 @@ class Wanted(NamedTuple):
     module_only: bool = False
 
 
-class _Source(NamedTuple):
-    """Elements of a parameter in a file."""
-
-    first: int
-    numel: int
-    rank: int
-    start: int  # byte
-    dtype: str
-
-
-class _Copy(NamedTuple):
-    """Bytes of a file that belong into a tensor of this rank."""
-
-    target: Tensor
-    rank: int
-    start: int
-    stop: int
-    dtype: str
-
-
 def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
     """Returns the tag and the client's own state. If anything is wrong on any rank, nothing has changed on any."""
     group = engine.schedule.group
     engine.refuse_away()
-    engine.refuse_inside_gathered()
+    engine.before_a_change()
     engine.passes.close()
     with group.together():
         chosen = tag or (_newest(store) if group.rank == 0 else "")
@@ -99,8 +76,9 @@ class _Reading:
         self.tables = [store.table(saved, rank) for rank in range(saved.manifest.world)]
         self.files = [store.shard(saved, table) for table in self.tables]
         self.with_optimizer = wanted.optimizer and not wanted.module_only and engine.optimizer is not None
-        _refuse_other_model(engine, saved.manifest, strict=wanted.strict)
-        self.copies: list[_Copy] = []
+        theirs = {name: param.shape for name, param in saved.manifest.params.items() if not name.startswith(RANDOM)}
+        refuse_differences(shapes_of(engine) | buffer_shapes(engine), theirs, strict=wanted.strict)
+        self.places = Places()
         self.blanks: list[tuple[Tensor, float]] = []  # states that no update has touched, and what they start from
 
     @property
@@ -111,16 +89,13 @@ class _Reading:
         """Find every byte that this rank needs, and see that it is what was written."""
         if self.with_optimizer:
             _make_moments(self.engine, self.saved.manifest)
-        self.copies = list(self._copies())
-        for _, data in self._read():
-            del data
+        self._find_places()
+        self.places.check(self.files)
 
     def copy(self) -> None:
         for target, start in self.blanks:
             target.fill_(start)
-        for copy, data in self._read():
-            source = torch.frombuffer(bytearray(data), dtype=DTYPES_BY_NAME[copy.dtype])
-            copy.target.copy_(source)
+        self.places.fill(self.files)
 
     def own(self) -> dict[str, Tensor]:
         """What a rank had for itself: this rank's, if there are as many ranks as there were, else the first one's."""
@@ -128,20 +103,15 @@ class _Reading:
         found: dict[str, Tensor] = {}
         for run in self.tables[rank].runs:
             if run.kind == OWN:
-                data = self.files[rank].read(run.start, run.stop)
-                found[run.pieces[0].param] = torch.frombuffer(bytearray(data), dtype=DTYPES_BY_NAME[run.dtype])
+                found[run.pieces[0].param] = tensor_of(self.files[rank].read(run.start, run.stop), run.dtype)
         return found
 
     @property
     def same_world(self) -> bool:
         return self.saved.manifest.world == self.engine.schedule.group.size
 
-    def _read(self) -> Iterator[tuple[_Copy, bytes]]:
-        for copy in self.copies:
-            yield copy, self.files[copy.rank].read(copy.start, copy.stop)
-
-    def _copies(self) -> Iterator[_Copy]:
-        sources = _sources(self.tables)
+    def _find_places(self) -> None:
+        located = locate(self.tables)
         for kind, segment, tensor, pieces in stretches(self.engine, share=False):
             if kind != WEIGHTS and not self.with_optimizer:
                 continue
@@ -152,76 +122,17 @@ class _Reading:
                 target = tensor[piece.at : piece.at + piece.count]
                 if kind != WEIGHTS and param.updates == 0:
                     self.blanks.append((target, self._start(segment, piece.param, kind)))
-                    continue
-                yield from _cut(sources[kind, piece.param], target, piece.first, self._story(kind, piece.param))
+                elif not self.places.add(target, piece.first, located[kind, piece.param]):
+                    raise CheckpointError(
+                        f'{self.saved.tag} does not have all of "{piece.param}" ({kind})',
+                        fix="load_optimizer_states=False takes the weights only; or use the optimizer that was saved",
+                    )
 
     def _start(self, segment: Segment, param: str, kind: str) -> float:
         assert self.engine.optimizer is not None
         at = next(index for index, slot in enumerate(segment.layout.slots) if slot.name == param)
         hyper = self.engine.optimizer.param_groups[segment.states.groups[at]]
         return self.engine.optimizer.rule.states(hyper).get(kind, 0.0)
-
-    def _story(self, kind: str, param: str) -> str:
-        return f'{self.saved.tag} does not have all of "{param}" ({kind})'
-
-
-def _sources(tables: Sequence[Table]) -> Mapping[tuple[str, str], list[_Source]]:
-    """By kind and parameter, in the order of the elements."""
-    found: defaultdict[tuple[str, str], list[_Source]] = defaultdict(list)
-    for table in tables:
-        for run in table.runs:
-            size = SIZES[run.dtype]
-            for piece in run.pieces:
-                source = _Source(piece.first, piece.count, table.rank, run.start + size * piece.at, run.dtype)
-                found[run.kind, piece.param].append(source)
-    for sources in found.values():
-        sources.sort()
-    return found
-
-
-def _cut(sources: Sequence[_Source], target: Tensor, first: int, story: str) -> Iterator[_Copy]:
-    """The bytes of the elements from `first` on that fill a tensor."""
-    done, stop = first, first + target.numel()
-    for source in sources:
-        begin, end = max(done, source.first), min(stop, source.first + source.numel)
-        if begin >= end:
-            continue
-        if begin > done:
-            break
-        size = SIZES[source.dtype]
-        start = source.start + size * (begin - source.first)
-        yield _Copy(target[begin - first : end - first], source.rank, start, start + size * (end - begin), source.dtype)
-        done = end
-    if done < stop:
-        raise CheckpointError(
-            story, fix="load with load_optimizer_states=False to take the weights only, or with the optimizer that was saved"
-        )
-
-
-def _refuse_other_model(engine: Answers, manifest: Manifest, *, strict: bool) -> None:
-    own = set(own_tensors(engine))
-    ours = {
-        slot.name: slot.shape
-        for unit in engine.schedule.units.values()
-        for segment in unit.segments
-        for slot in segment.layout.slots
-    }
-    theirs = {name: param.shape for name, param in manifest.params.items() if ":" not in name}
-    differing = [
-        f'"{name}": {theirs[name]} there, {ours[name]} here' for name in ours if name in theirs and theirs[name] != ours[name]
-    ]
-    missing = [f'"{name}"' for name in ours if name not in theirs] if strict else []
-    more = [f'"{name}"' for name in theirs if name not in ours and name not in own] if strict else []
-    parts = [
-        f"{len(found)} parameters {what} ({', '.join(found[:_SHOWN])}{' ...' if len(found) > _SHOWN else ''})"
-        for found, what in ((missing, "are missing in it"), (more, "are not in the model"), (differing, "have another shape"))
-        if found
-    ]
-    if parts:
-        raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(parts)}. Nothing was loaded",
-            fix="build the model as it was; load_module_strict=False takes what both have",
-        )
 
 
 def _make_moments(engine: Answers, manifest: Manifest) -> None:
@@ -236,20 +147,14 @@ def _make_moments(engine: Answers, manifest: Manifest) -> None:
 
 
 def _finish(engine: Answers, reading: _Reading) -> None:
-    """Weights follow their masters, counters go on, and everybody has what the owners have."""
+    """Counters go on, and everybody has what the owners have."""
     wanted, params = reading.wanted, reading.saved.manifest.params
-    for unit in engine.schedule.units.values():
-        for segment in unit.segments:
-            if segment.trained:
-                segment.written()
-            if reading.with_optimizer and segment.trained:
-                names = [slot.name for slot in segment.layout.slots]
-                segment.states.steps = [params[name].updates if name in params else 0 for name in names]
-                segment.states.numbers = [_numbers(reading.tables, name, engine) for name in names]
-        unit.outdate(hide=False)
-        if not unit.placement.param.split:
-            unit.fetch()
-    engine.passes.drop_gradients()
+    for segment in (segment for unit in engine.schedule.units.values() for segment in unit.trained):
+        if reading.with_optimizer:
+            names = [slot.name for slot in segment.layout.slots]
+            segment.states.steps = [params[name].updates if name in params else 0 for name in names]
+            segment.states.numbers = [_numbers(reading.tables, name, engine) for name in names]
+    weights_written(engine)
     put_own(engine, reading.own(), random_too=reading.same_world and not wanted.module_only)
     if not wanted.module_only:
         recall(engine, reading.memory)

@@ -37,7 +37,7 @@ def memory_of(engine: Answers) -> dict[str, Any]:
         "scale": {name: getattr(scale, name) for name in _SCALE} if isinstance(scale, AdaptiveScale) else None,
         "groups": [_plain(group) for group in engine.optimizer.param_groups] if engine.optimizer is not None else [],
         "rates": _plain(_state_of(stepping.rates)),
-        "epoch": None if loader is None else loader.seen_epoch,
+        "data": None if loader is None else loader.state_dict(),
     }
 
 
@@ -67,8 +67,8 @@ def recall(engine: Answers, memory: Mapping[str, Any]) -> None:
     if memory["scale"] is not None and isinstance(stepping.scale, AdaptiveScale):
         for name in _SCALE:
             setattr(stepping.scale, name, memory["scale"][name])
-    if engine.training_dataloader is not None and memory["epoch"] is not None:
-        engine.training_dataloader.seen_epoch = memory["epoch"]
+    if engine.training_dataloader is not None and memory["data"] is not None:
+        engine.training_dataloader.load_state_dict(memory["data"])
 
 
 def recall_rates(engine: Answers, memory: Mapping[str, Any]) -> None:

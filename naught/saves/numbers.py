@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from naught.errors import CheckpointError
-from naught.inventory import DTYPES_BY_NAME, NAMES_BY_DTYPE
+from naught.saves.inventory import DTYPES_BY_NAME, NAMES_BY_DTYPE
 
 __all__ = ["number_of", "told"]
 

@@ -12,34 +12,43 @@ from torch import Tensor
 from naught.accelerator import get_accelerator
 from naught.answers import Answers
 
-__all__ = ["OWN", "own_tensors", "put_own"]
+__all__ = ["BUFFER", "OWN", "RANDOM", "buffer_shapes", "kept_buffers", "own_tensors", "put_own"]
 
 OWN = "own"  # their kind
-_BUFFER, _RANDOM = "buffer:", "random:"
+BUFFER, RANDOM = "buffer:", "random:"  # what their names begin with
 
 
 def own_tensors(engine: Answers) -> dict[str, Tensor]:
     """By name; copies, or the buffers themselves."""
-    buffers = {f"{_BUFFER}{name}": buffer for name, buffer in engine.module.named_buffers() if _is_kept(engine, name)}
-    return buffers | {f"{_RANDOM}{name}": get() for name, (get, _) in _sources(engine).items()}
+    buffers = {f"{BUFFER}{name}": buffer for name, buffer in kept_buffers(engine).items()}
+    return buffers | {f"{RANDOM}{name}": get() for name, (get, _) in _sources(engine).items()}
+
+
+def buffer_shapes(engine: Answers) -> dict[str, tuple[int, ...]]:
+    """Of the buffers that are saved, by the names of own states."""
+    return {f"{BUFFER}{name}": tuple(buffer.shape) for name, buffer in kept_buffers(engine).items()}
 
 
 def put_own(engine: Answers, found: Mapping[str, Tensor], *, random_too: bool) -> None:
     """Put back what was saved; sources of random numbers only where every rank gets its own."""
     for name, buffer in engine.module.named_buffers():
-        saved = found.get(f"{_BUFFER}{name}")
+        saved = found.get(f"{BUFFER}{name}")
         if saved is not None:
             buffer.copy_(saved.reshape(buffer.shape))
     for name, (_, put) in _sources(engine).items() if random_too else ():
-        saved = found.get(f"{_RANDOM}{name}")
+        saved = found.get(f"{RANDOM}{name}")
         if saved is not None:
             put(saved)
 
 
-def _is_kept(engine: Answers, name: str) -> bool:
-    """Buffers that a module has said not to save are made anew by it."""
-    holder, _, short = name.rpartition(".")
-    return short not in engine.module.get_submodule(holder)._non_persistent_buffers_set
+def kept_buffers(engine: Answers) -> dict[str, Tensor]:
+    """By name. Those that a module has said not to save are made anew by it."""
+    found: dict[str, Tensor] = {}
+    for name, buffer in engine.module.named_buffers():
+        holder, _, short = name.rpartition(".")
+        if short not in engine.module.get_submodule(holder)._non_persistent_buffers_set:
+            found[name] = buffer
+    return found
 
 
 def _sources(engine: Answers) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:

@@ -1,0 +1,77 @@
+"""Mail: texts between ranks through their store, beside the order of collectives. For threads that work in the background."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from naught.comm.together import Together
+from naught.errors import StorageError
+
+__all__ = ["Mail"]
+
+_LEAST_NAP_S, _LONGEST_NAP_S = 0.002, 0.1
+_AFTER_THE_END_S = 60.0  # a script that is over waits no longer than this for peers that may have died
+
+
+class Mail(Together):
+    """Rank 0 collects what each says and tells all. Every rank uses the same name, and each name once."""
+
+    def __init__(self, rank: int, size: int, *, name: str, patience_s: float) -> None:
+        self.rank, self.size, self.patience_s = rank, size, patience_s
+        self.prefix, self.rounds = f"naught/mail/{name}", 0
+        # The store outlives the process group of a script that ends before its mail.
+        self.store = dist.distributed_c10d._get_default_store() if size > 1 else None
+
+    def exchange_texts(self, text: str) -> list[str]:
+        if self.store is None:
+            return [text]
+        self.rounds += 1
+        mine, whole = self._key(self.rank), self._key("all")
+        if self.rank > 0:
+            self.store.set(mine, text)
+            self._wait([whole])
+        else:
+            others = [self._key(rank) for rank in range(1, self.size)]
+            self._wait(others)
+            said = [text, *(self.store.get(key).decode() for key in others)]
+            self.store.set(whole, json.dumps(said))
+            for key in others:
+                self.store.delete_key(key)
+        return list(json.loads(self.store.get(whole)))
+
+    def meet(self) -> None:
+        """Nobody waits: whoever writes letters goes on without hearing that they have arrived."""
+
+    def farewell(self) -> None:
+        """The last call: rank 0, whose process may hold the store, stays until the others have read their mail."""
+        if self.store is None:
+            return
+        if self.rank > 0:
+            self.store.set(f"{self.prefix}/farewell/{self.rank}", "")
+        else:
+            self._wait([f"{self.prefix}/farewell/{rank}" for rank in range(1, self.size)])
+
+    def _key(self, part: int | str) -> str:
+        return f"{self.prefix}/{self.rounds}/{part}"
+
+    def _wait(self, keys: Sequence[str]) -> None:
+        """Look, and look again: a store that waits would keep other threads from it."""
+        assert self.store is not None
+        start, nap = time.monotonic(), _LEAST_NAP_S
+        while not self.store.check(list(keys)):
+            waited = time.monotonic() - start
+            over = not threading.main_thread().is_alive()
+            if waited > (min(self.patience_s, _AFTER_THE_END_S) if over else self.patience_s):
+                missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
+                raise StorageError(
+                    f"no word of a save from rank {', '.join('0' if name == 'all' else name for name in missing[:8])} "
+                    f"for {waited:.0f} s",
+                    fix="look at the log of that rank",
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_S)

@@ -1,0 +1,101 @@
+"""Background: a save that goes on while an engine trains. Its outcome is told on every rank, sooner or later, and never lost."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+
+import torch
+
+from naught.comm import Group, Mail
+from naught.flat import Meter
+from naught.saves.saving import Save, undone_on_error, write
+from naught.saves.snapshot import Snapshot
+
+__all__ = ["Background"]
+
+_LOG = logging.getLogger("naught")
+_PATIENCE_S = 1800.0  # for peers whose disk is slower
+_CATEGORY = "snapshots"  # of the meter
+
+
+class Background:
+    """Runs one save at a time. Every rank does the same calls in the same order."""
+
+    def __init__(self, group: Group, device: torch.device, meter: Meter) -> None:
+        self.group, self.device, self.meter = group, device, meter
+        self.running: _Running | None = None  # None: nothing is being saved
+
+    def start(self, save: Save) -> None:
+        """Copy what must be copied now, and write beside training."""
+        with undone_on_error(save, self.group), self.group.together():
+            snapshot = Snapshot(save.kept, self.device)
+        self.meter.change(_CATEGORY, snapshot.nbytes)
+        mail = Mail(self.group.rank, self.group.size, name=save.manifest.save, patience_s=_PATIENCE_S)
+        self.running = _Running(save, snapshot, mail)
+        self.running.start()
+
+    def settle(self) -> None:
+        """Wait until nothing is copied any more. What changes states comes here first."""
+        if self.running is not None:
+            self.running.snapshot.settled.wait()
+
+    def look(self) -> None:
+        """After a step: if the save is over on every rank, say how it went."""
+        if self.running is not None:
+            over = torch.tensor([not self.running.is_alive()], dtype=torch.int64)
+            if bool(self.group.exchange(over).all()):
+                self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save is over. If it has failed, that is raised on every rank."""
+        if self.running is None:
+            return
+        running, self.running = self.running, None
+        running.join()
+        self.meter.change(_CATEGORY, -running.snapshot.nbytes)
+        self.group.raise_together(running.error())
+
+
+class _Running(threading.Thread):
+    """The thread of a save. A script that ends waits for it."""
+
+    def __init__(self, save: Save, snapshot: Snapshot, mail: Mail) -> None:
+        super().__init__(name=f"naught-save-{save.tag}")
+        self.save, self.snapshot, self.mail = save, snapshot, mail
+
+    def run(self) -> None:
+        try:
+            write(self.save, self.mail, self.snapshot.bytes())
+            self.mail.farewell()
+        except BaseException as error:
+            _UNTOLD[self] = error
+        finally:
+            self.snapshot.settled.set()  # also if nothing has been copied
+
+    def error(self) -> Exception | None:
+        """What went wrong. From here on the caller tells it."""
+        error = _UNTOLD.pop(self, None)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        return error
+
+
+# What went wrong in threads, until somebody has been told.
+_UNTOLD: dict[threading.Thread, BaseException] = {}
+
+
+def _tell_at_the_end() -> None:
+    """A script that ended without asking must not look as if its last save had been fine."""
+    for error in _UNTOLD.values():
+        _LOG.error("a checkpoint that was being saved when the script ended is not there: %s", error)
+    if _UNTOLD:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # nothing else changes the status of a process that is ending
+
+
+atexit.register(_tell_at_the_end)

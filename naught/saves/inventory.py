@@ -1,0 +1,113 @@
+"""Inventory: what one rank has of a model's state, as runs of neighbouring elements, by parameter and kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from naught.answers import Answers
+from naught.checkpoints import Piece
+from naught.errors import CheckpointError
+from naught.unit import Segment
+
+__all__ = [
+    "DTYPES_BY_NAME",
+    "NAMES_BY_DTYPE",
+    "WEIGHTS",
+    "Stretch",
+    "names_of",
+    "refuse_differences",
+    "shapes_of",
+    "stretches",
+]
+
+WEIGHTS = "weights"
+_SHOWN = 4
+
+DTYPES_BY_NAME = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES_BY_DTYPE = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
+
+
+class Stretch(NamedTuple):
+    """Neighbouring elements of one kind on this rank, and which parameters they are."""
+
+    kind: str
+    segment: Segment
+    tensor: Tensor  # itself, not a copy
+    pieces: tuple[Piece, ...]
+
+    @property
+    def private(self) -> bool:
+        """Whether no user can reach it: it is neither what modules compute with, nor a part of that."""
+        return self.kind != WEIGHTS or self.segment.states.masters is not None or self.segment.weights.split
+
+
+def stretches(engine: Answers, *, share: bool, frozen: bool = True) -> Iterator[Stretch]:
+    """What this rank has. Of what every rank has it is this rank's share, or all. Weights are the 32-bit masters where
+    there are some: what modules compute with is those, rounded."""
+    rank = engine.schedule.group.rank
+    for unit in engine.schedule.units.values():
+        for segment in unit.segments:
+            if not (segment.trained or frozen):
+                continue
+            owned = segment.layout.shard(rank) if share else segment.states.owned
+            begin = owned.start - segment.states.owned.start
+            pieces = []
+            for slot in segment.layout.slots:
+                start, stop = max(slot.span.start, owned.start), min(slot.span.stop, owned.stop)
+                if start < stop:
+                    first = start - slot.span.start
+                    pieces.append(Piece(param=slot.name, first=first, count=stop - start, at=start - owned.start))
+            masters = segment.target if segment.states.masters is None else segment.states.masters
+            for kind, tensor in {WEIGHTS: masters, **segment.states.moments}.items():
+                yield Stretch(kind, segment, tensor[begin : begin + owned.numel], tuple(pieces))
+
+
+def names_of(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by the first: a tied one has several."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(param, []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def shapes_of(engine: Answers) -> dict[str, tuple[int, ...]]:
+    """Of the parameters, whole."""
+    segments = (segment for unit in engine.schedule.units.values() for segment in unit.segments)
+    return {slot.name: slot.shape for segment in segments for slot in segment.layout.slots}
+
+
+def refuse_differences(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:
+    """Weights of another model are not loaded. Unless strict, only what both have must be alike."""
+    differing = [
+        f'"{name}": {list(theirs[name])} there, {list(ours[name])} here'
+        for name in ours
+        if name in theirs and theirs[name] != ours[name]
+    ]
+    missing = [f'"{name}"' for name in ours if name not in theirs] if strict else []
+    more = [f'"{name}"' for name in theirs if name not in ours] if strict else []
+    parts = [
+        f"{len(found)} {'tensors' if len(found) > 1 else 'tensor'} {what} "
+        f"({', '.join(found[:_SHOWN])}{' ...' if len(found) > _SHOWN else ''})"
+        for found, what in ((missing, "missing in it"), (more, "not in the model"), (differing, "of another shape"))
+        if found
+    ]
+    if parts:
+        raise CheckpointError(
+            f"what is to be loaded is of another model: {'; '.join(parts)}. Nothing was loaded",
+            fix="build the model as it was; load_module_strict=False (strict=False) takes what both have",
+        )

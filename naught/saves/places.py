@@ -1,0 +1,57 @@
+"""Places: where the bytes of files belong in the tensors of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from naught.answers import Answers
+from naught.checkpoints import Located, Source, Want, read_all, within
+from naught.saves.inventory import DTYPES_BY_NAME
+
+__all__ = ["Places", "tensor_of", "weights_written"]
+
+
+class Places:
+    """Tensors that are to be filled, and from which bytes."""
+
+    def __init__(self) -> None:
+        self.targets: list[Tensor] = []
+        self.wants: list[Want] = []
+
+    def add(self, target: Tensor, first: int, located: Sequence[Located]) -> bool:
+        """Have a tensor filled with the elements of a parameter from one on. False if they are not all there."""
+        done, stop = first, first + target.numel()
+        for at in within(located, first, stop):
+            self.wants.append(Want(at.file, at.start, at.stop, at.dtype, len(self.targets)))
+            self.targets.append(target[at.first - first : at.first - first + at.numel])
+            done += at.numel
+        return done == stop
+
+    def check(self, files: Sequence[Source]) -> None:
+        """Read everything, and keep nothing: a file that is damaged says so."""
+        for _ in read_all(files, self.wants):
+            pass
+
+    def fill(self, files: Sequence[Source]) -> None:
+        for want, first, data in read_all(files, self.wants):
+            values = tensor_of(data, want.dtype)
+            self.targets[want.key][first : first + values.numel()].copy_(values)
+
+
+def tensor_of(data: memoryview, dtype: str) -> Tensor:
+    """The elements that these bytes are, where they lie."""
+    return torch.frombuffer(data, dtype=DTYPES_BY_NAME[dtype])
+
+
+def weights_written(engine: Answers) -> None:
+    """The weights that this rank updates, or their masters, are others: modules compute with them from here on."""
+    for unit in engine.schedule.units.values():
+        for segment in unit.trained:
+            segment.written()
+        unit.outdate(hide=False)
+        if not unit.placement.param.split:
+            unit.fetch()
+    engine.passes.drop_gradients()

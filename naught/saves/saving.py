@@ -1,0 +1,174 @@
+"""Saving: an engine's training becomes a checkpoint. Every rank writes what it has; all of them succeed, or none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from naught.answers import Answers
+from naught.checkpoints import Keep, Manifest, Param, Piece, Run, Sealed, Store, Table, header_of, tag_of
+from naught.comm import Together
+from naught.errors import CheckpointError, NaughtError, RankMismatch, UsageError
+from naught.saves.inventory import NAMES_BY_DTYPE, names_of, stretches
+from naught.saves.memory import memory_of
+from naught.saves.numbers import told
+from naught.saves.own_states import OWN, own_tensors
+from naught.saves.snapshot import Kept
+
+__all__ = ["Save", "begin", "undone_on_error", "write"]
+
+_LOG = logging.getLogger("naught")
+
+
+class Save(NamedTuple):
+    """A save that has begun: all ranks have agreed on it, and there is a folder to write to."""
+
+    store: Store
+    tag: str
+    manifest: Manifest  # but for the tables
+    table: Table  # of this rank, but for the checksums
+    header: bytes
+    kept: Sequence[Kept]  # what follows the header
+    keep: Keep
+    points: bool  # a text at it
+
+    @property
+    def folder(self) -> str:
+        return self.store.folder(self.tag, self.manifest.save)
+
+
+def begin(
+    engine: Answers, store: Store, tag: str | None, client_state: Mapping[str, Any], *, points: bool = True, frozen: bool = True
+) -> Save:
+    """Begin to save between two steps. An error is raised on every rank, and then nothing has begun."""
+    group = engine.schedule.group
+    tag = tag or tag_of(engine.global_steps)
+    tags = group.exchange_texts(tag)
+    if len(set(tags)) > 1:
+        raise RankMismatch(f"the ranks want to save under different tags: {', '.join(sorted(set(tags)))}", fix="agree on one")
+    identity = group.exchange_texts(secrets.token_hex(16))[0]
+    with group.together():
+        _refuse_now(engine)
+        manifest = _manifest(engine, identity, client_state, frozen=frozen)
+        table, header, kept = _contents(engine, identity, frozen=frozen)
+    settings = engine.settings.naught
+    save = Save(store, tag, manifest, table, header, kept, Keep(settings.keep_last, settings.keep_every), points)
+    needed = int(group.exchange(torch.tensor([table.nbytes])).sum())
+    with undone_on_error(save, group), group.together():
+        if group.rank == 0:
+            store.make_room(needed)
+            _warn_if_not(store.sweep)
+            store.begin(tag, identity)
+    return save
+
+
+def write(save: Save, peers: Together, data: Iterable[memoryview]) -> None:
+    """Write what this rank has; when all have, make it a checkpoint. An error is raised on every rank."""
+    with undone_on_error(save, peers):
+        with peers.together():
+            sealed = save.store.write_rank(save.folder, save.table, save.header, data)
+        texts = peers.exchange_texts(sealed.model_dump_json())
+        with peers.together():
+            if peers.rank == 0:
+                tables = tuple(Sealed.model_validate_json(text) for text in texts)
+                save.store.commit(save.folder, save.tag, save.manifest.model_copy(update={"tables": tables}))
+                if save.points:
+                    save.store.point(save.tag, save.manifest.save)
+    if peers.rank == 0 and not save.keep.all:
+        _warn_if_not(lambda: save.store.retire(save.manifest.step, save.keep))
+
+
+@contextmanager
+def undone_on_error(save: Save, peers: Together) -> Iterator[None]:
+    """Remove what is left of a save that fails, before anybody hears of it."""
+    try:
+        yield
+    except Exception:
+        if peers.rank == 0:
+            _warn_if_not(lambda: save.store.abandon(save.folder))
+        peers.meet()
+        raise
+
+
+def _warn_if_not(tidy: Callable[[], object]) -> None:
+    """Tidy up. What cannot be removed costs room and nothing else, and no save fails for it."""
+    try:
+        tidy()
+    except NaughtError as error:
+        _LOG.warning("files of checkpoints that are no longer needed are left behind: %s", error)
+
+
+def _refuse_now(engine: Answers) -> None:
+    engine.refuse_away()
+    engine.before_a_change()
+    if engine.accumulation.ended:
+        raise UsageError("gradients of a step that is not over are not saved", fix="save after the last micro-batch of a step")
+
+
+def _text_of_state(engine: Answers, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine and the caller want to remember, as JSON and nothing else."""
+    try:
+        return dict(json.loads(json.dumps({**memory_of(engine), "client_state": dict(client_state)}, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the client_state or the scheduler's state cannot be written as JSON: {error}",
+            fix="use numbers, texts, lists and dicts; save tensors by themselves",
+        ) from error
+
+
+def _contents(engine: Answers, identity: str, *, frozen: bool) -> tuple[Table, bytes, list[Kept]]:
+    """This rank's table, the beginning of its file, and the tensors that follow."""
+    group = engine.schedule.group
+    runs: list[tuple[str, Kept, tuple[Piece, ...]]] = [
+        (stretch.kind, Kept(stretch.tensor, stretch.private), stretch.pieces)
+        for stretch in stretches(engine, share=True, frozen=frozen)
+        if stretch.pieces
+    ]
+    runs += [
+        (OWN, Kept(tensor.reshape(-1), private=False), (Piece(param=name, first=0, count=tensor.numel(), at=0),))
+        for name, tensor in own_tensors(engine).items()
+        if tensor.numel()
+    ]
+    named = [(f"{at}.{kind}", NAMES_BY_DTYPE[tensor.dtype], (tensor.numel(),)) for at, (kind, (tensor, _), _) in enumerate(runs)]
+    header, entries = header_of(named, {"format": "naught", "save": identity, "rank": str(group.rank)})
+    described = tuple(
+        Run(kind=kind, dtype=entry.dtype, start=entry.start, count=tensor.numel(), pieces=pieces)  # type: ignore[arg-type]
+        for (kind, (tensor, _), pieces), entry in zip(runs, entries, strict=True)
+    )
+    nbytes = entries[-1].stop if entries else len(header)
+    table = Table.model_construct(
+        format=1, save=identity, rank=group.rank, nbytes=nbytes, checksums=(), runs=described, numbers=_numbers(engine)
+    )
+    return table, header, [kept for _, kept, _ in runs]
+
+
+def _numbers(engine: Answers) -> dict[str, dict[str, tuple[str, float]]]:
+    """What an optimizer keeps of whole parameters."""
+    found: dict[str, dict[str, tuple[str, float]]] = {}
+    for unit in engine.schedule.units.values():
+        for segment in unit.trained:
+            for slot, numbers in zip(segment.layout.slots, segment.states.numbers, strict=True):
+                if numbers:
+                    found[slot.name] = {name: told(value) for name, value in numbers.items()}
+    return found
+
+
+def _manifest(engine: Answers, identity: str, client_state: Mapping[str, Any], *, frozen: bool) -> Manifest:
+    """Of the whole checkpoint, but for the tables that the ranks have yet to write."""
+    names = names_of(engine.module)
+    params: dict[str, Param] = {}
+    for unit in engine.schedule.units.values():
+        for segment in unit.segments if frozen else unit.trained:
+            for slot, updates in zip(segment.layout.slots, segment.states.steps, strict=True):
+                also = tuple(names[slot.name][1:])
+                params[slot.name] = Param(shape=slot.shape, trained=segment.trained, updates=updates, also=also)
+    for name, tensor in own_tensors(engine).items():
+        params[name] = Param(shape=tuple(tensor.shape), trained=False)
+    state = _text_of_state(engine, client_state)
+    return Manifest(format=1, save=identity, step=engine.global_steps, tables=(), params=params, engine=state)

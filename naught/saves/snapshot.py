@@ -1,0 +1,85 @@
+"""Snapshot: copies of tensors in host memory, a block at a time: while they are written, or before training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from naught.devices import HostCopies, free_host_bytes
+from naught.errors import StorageError
+from naught.quantity import show_bytes
+
+__all__ = ["Kept", "Snapshot", "bytes_of"]
+
+_BLOCK_BYTES = 16 << 20  # a power of two: pinned memory is handed out in those
+
+
+class Kept(NamedTuple):
+    """A tensor that is to be saved. What is private only a step, or what waits for copies like one, ever changes."""
+
+    tensor: Tensor
+    private: bool
+
+
+def bytes_of(kept: Sequence[Kept]) -> Iterator[memoryview]:
+    """What a file of these tensors holds, each block copied when it is its turn."""
+    for tensor, _ in kept:
+        for block in _blocks(tensor):
+            yield _raw(block.detach().to("cpu", copy=True))
+
+
+class Snapshot:
+    """Copies for a file that is written while training goes on. What a user can reach is copied at once; the rest while
+    the next micro-batch is computed, and nobody changes it before it `settled`."""
+
+    def __init__(self, kept: Sequence[Kept], device: torch.device) -> None:
+        self.nbytes = sum(tensor.nbytes for tensor, _ in kept)
+        self.settled = threading.Event()
+        self._refuse_too_large()
+        self.host = HostCopies(device)
+        pairs = [(block, private) for tensor, private in kept for block in _blocks(tensor)]
+        self.waiting = [block if private else None for block, private in pairs]
+        self.copies: deque[Tensor | None] = deque(None if private else self.host.copy(block) for block, private in pairs)
+        self.host.arrive()
+
+    def _refuse_too_large(self) -> None:
+        free = free_host_bytes()
+        if self.nbytes > free:
+            raise StorageError(
+                f"saving beside training needs {show_bytes(self.nbytes)} of host memory on this rank, and "
+                f"{show_bytes(free)} are free",
+                fix="save with asynchronous=False",
+            )
+
+    def bytes(self) -> Iterator[memoryview]:
+        """What a file holds; for the thread that writes it, and once: a copy is let go when it has been written."""
+        self._copy_the_rest()
+        while self.copies:
+            block = self.copies.popleft()
+            assert block is not None
+            yield _raw(block)
+
+    def _copy_the_rest(self) -> None:
+        try:
+            with self.host.beside():
+                for at, block in enumerate(self.waiting):
+                    if block is not None:
+                        self.copies[at] = self.host.copy(block)
+                self.host.arrive()
+        finally:
+            self.waiting.clear()
+            self.settled.set()
+
+
+def _blocks(tensor: Tensor) -> Sequence[Tensor]:
+    return torch.split(tensor.detach(), max(1, _BLOCK_BYTES // tensor.element_size())) if tensor.numel() else ()
+
+
+def _raw(block: Tensor) -> memoryview:
+    """A copy's own bytes: a view that numpy has seen could never be freed while it lives elsewhere."""
+    return memoryview(block.view(torch.uint8).numpy())  # type: ignore[arg-type]
