@@ -116,14 +116,23 @@ class Store:
         self._write(self._path(folder, _MANIFEST), text_of(manifest))
         self.disk.sync_folder(self._path(folder))
         self.disk.rename(self._path(folder), self._path(tag))
+        try:
+            self.disk.sync_folder(self.root)
+        except StorageError:
+            self.disk.rename(self._path(tag), self._path(folder))  # nobody can promise that it stays: it is none
+            raise
         self._let_go()
-        self.disk.sync_folder(self.root)
 
     def point(self, tag: str, save: str) -> None:
         """Say in a text which checkpoint is the latest: for people. Nothing here reads it."""
-        passing = self._path(f"{_POINTER}{save}")
-        self._write(passing, f"{tag}\n".encode())
-        self.disk.rename(passing, self._path("latest"))
+        passing = f"{_POINTER}{save}"
+        try:
+            self._write(self._path(passing), f"{tag}\n".encode())
+            self.disk.rename(self._path(passing), self._path("latest"))
+        except StorageError:
+            if passing in self.disk.names(self.root):
+                self.disk.remove(self._path(passing))
+            raise
 
     def _write(self, path: str, text: bytes) -> None:
         file = self.disk.create(path, len(text))
@@ -216,7 +225,8 @@ class Store:
         """Remove what is not to be kept of the checkpoints up to a step, which is kept. Those of another name than we give,
         and of later steps, are somebody's own. Returns the tags of what is gone."""
         ours = [saved for saved in self.all() if saved.tag == tag_of(saved.manifest.step) and saved.manifest.step <= newest]
-        gone = [saved.tag for at, saved in enumerate(reversed(ours)) if not keep.holds(at, saved.manifest.step)]
+        ages = range(len(ours) - 1, -1, -1)
+        gone = [saved.tag for age, saved in zip(ages, ours, strict=True) if not keep.holds(age, saved.manifest.step)]
         for tag in gone:
             self.remove(tag)
         return gone

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -14,8 +17,9 @@ from naught.errors import StorageError
 
 __all__ = ["Mail"]
 
+_LOG = logging.getLogger("naught")
 _LEAST_NAP_S, _LONGEST_NAP_S = 0.002, 0.1
-_AFTER_THE_END_S = 60.0  # a script that is over waits no longer than this for peers that may have died
+_AFTER_THE_END_S, _AFTER_A_FAILURE_S = 60.0, 5.0  # that a script which is over waits for peers that may have died
 
 
 class Mail(Together):
@@ -30,19 +34,27 @@ class Mail(Together):
     def exchange_texts(self, text: str) -> list[str]:
         if self.store is None:
             return [text]
+        try:
+            return self._exchange(self.store, text)
+        except RuntimeError as error:  # torch's errors of stores are some
+            raise StorageError(
+                f"the ranks' store is gone while a checkpoint is being saved: {error}", fix="look at the log of rank 0"
+            ) from error
+
+    def _exchange(self, store: dist.distributed_c10d.Store, text: str) -> list[str]:
         self.rounds += 1
         mine, whole = self._key(self.rank), self._key("all")
         if self.rank > 0:
-            self.store.set(mine, text)
+            store.set(mine, text)
             self._wait([whole])
         else:
             others = [self._key(rank) for rank in range(1, self.size)]
             self._wait(others)
-            said = [text, *(self.store.get(key).decode() for key in others)]
-            self.store.set(whole, json.dumps(said))
+            said = [text, *(store.get(key).decode() for key in others)]
+            store.set(whole, json.dumps(said))
             for key in others:
-                self.store.delete_key(key)
-        return list(json.loads(self.store.get(whole)))
+                store.delete_key(key)
+        return list(json.loads(store.get(whole)))
 
     def meet(self) -> None:
         """Nobody waits: whoever writes letters goes on without hearing that they have arrived."""
@@ -51,10 +63,18 @@ class Mail(Together):
         """The last call: rank 0, whose process may hold the store, stays until the others have read their mail."""
         if self.store is None:
             return
-        if self.rank > 0:
-            self.store.set(f"{self.prefix}/farewell/{self.rank}", "")
-        else:
-            self._wait([f"{self.prefix}/farewell/{rank}" for rank in range(1, self.size)])
+        self.patience_s = min(self.patience_s, _AFTER_THE_END_S)
+        try:
+            if self.rank > 0:
+                self.store.set(f"{self.prefix}/farewell/{self.rank}", "")
+            else:
+                self._wait([f"{self.prefix}/farewell/{rank}" for rank in range(1, self.size)])
+        except (StorageError, RuntimeError) as error:
+            _LOG.warning("a save is over, but not every rank may know: %s", error)
+
+    def give_up(self) -> None:
+        """A peer is gone, as another thread has found: wait for nobody any more."""
+        self.patience_s = 0.0
 
     def _key(self, part: int | str) -> str:
         return f"{self.prefix}/{self.rounds}/{part}"
@@ -65,8 +85,7 @@ class Mail(Together):
         start, nap = time.monotonic(), _LEAST_NAP_S
         while not self.store.check(list(keys)):
             waited = time.monotonic() - start
-            over = not threading.main_thread().is_alive()
-            if waited > (min(self.patience_s, _AFTER_THE_END_S) if over else self.patience_s):
+            if waited > min(self.patience_s, _patience_of_the_script_s()):
                 missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
                 raise StorageError(
                     f"no word of a save from rank {', '.join('0' if name == 'all' else name for name in missing[:8])} "
@@ -75,3 +94,9 @@ class Mail(Together):
                 )
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
+
+
+def _patience_of_the_script_s() -> float:
+    if threading.main_thread().is_alive():
+        return math.inf
+    return _AFTER_A_FAILURE_S if getattr(sys, "last_value", None) is not None else _AFTER_THE_END_S

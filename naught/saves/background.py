@@ -19,6 +19,7 @@ __all__ = ["Background"]
 
 _LOG = logging.getLogger("naught")
 _PATIENCE_S = 1800.0  # for peers whose disk is slower
+_NAP_S = 0.02
 _CATEGORY = "snapshots"  # of the meter
 
 
@@ -45,19 +46,27 @@ class Background:
 
     def look(self) -> None:
         """After a step: if the save is over on every rank, say how it went."""
-        if self.running is not None:
-            over = torch.tensor([not self.running.is_alive()], dtype=torch.int64)
-            if bool(self.group.exchange(over).all()):
-                self.wait()
+        if self.running is not None and self._is_over(self.running):
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the save is over. If it has failed, that is raised on every rank."""
         if self.running is None:
             return
-        running, self.running = self.running, None
-        running.join()
+        running = self.running
+        while not self._is_over(running):
+            running.join(_NAP_S)
+        self.running = None
         self.meter.change(_CATEGORY, -running.snapshot.nbytes)
         self.group.raise_together(running.error())
+
+    def _is_over(self, running: _Running) -> bool:
+        """On every rank. One that has died is noticed here."""
+        try:
+            return bool(self.group.exchange(torch.tensor([not running.is_alive()], dtype=torch.int64)).all())
+        except BaseException:
+            running.mail.give_up()
+            raise
 
 
 class _Running(threading.Thread):
@@ -70,11 +79,11 @@ class _Running(threading.Thread):
     def run(self) -> None:
         try:
             write(self.save, self.mail, self.snapshot.bytes())
-            self.mail.farewell()
         except BaseException as error:
             _UNTOLD[self] = error
         finally:
             self.snapshot.settled.set()  # also if nothing has been copied
+            self.mail.farewell()
 
     def error(self) -> Exception | None:
         """What went wrong. From here on the caller tells it."""

@@ -24,6 +24,7 @@ from naught.saves.snapshot import Kept
 __all__ = ["Save", "begin", "undone_on_error", "write"]
 
 _LOG = logging.getLogger("naught")
+_LEFT = "files that no checkpoint needs are left behind"
 
 
 class Save(NamedTuple):
@@ -63,7 +64,7 @@ def begin(
     with undone_on_error(save, group), group.together():
         if group.rank == 0:
             store.make_room(needed)
-            _warn_if_not(store.sweep)
+            _warn_if_not(store.sweep, _LEFT)
             store.begin(tag, identity)
     return save
 
@@ -78,10 +79,10 @@ def write(save: Save, peers: Together, data: Iterable[memoryview]) -> None:
             if peers.rank == 0:
                 tables = tuple(Sealed.model_validate_json(text) for text in texts)
                 save.store.commit(save.folder, save.tag, save.manifest.model_copy(update={"tables": tables}))
-                if save.points:
-                    save.store.point(save.tag, save.manifest.save)
+    if peers.rank == 0 and save.points:
+        _warn_if_not(lambda: save.store.point(save.tag, save.manifest.save), "the text latest is not written")
     if peers.rank == 0 and not save.keep.all:
-        _warn_if_not(lambda: save.store.retire(save.manifest.step, save.keep))
+        _warn_if_not(lambda: save.store.retire(save.manifest.step, save.keep), _LEFT)
 
 
 @contextmanager
@@ -91,17 +92,17 @@ def undone_on_error(save: Save, peers: Together) -> Iterator[None]:
         yield
     except Exception:
         if peers.rank == 0:
-            _warn_if_not(lambda: save.store.abandon(save.folder))
+            _warn_if_not(lambda: save.store.abandon(save.folder), _LEFT)
         peers.meet()
         raise
 
 
-def _warn_if_not(tidy: Callable[[], object]) -> None:
-    """Tidy up. What cannot be removed costs room and nothing else, and no save fails for it."""
+def _warn_if_not(act: Callable[[], object], otherwise: str) -> None:
+    """Do what no checkpoint depends on, and no save fails for."""
     try:
-        tidy()
+        act()
     except NaughtError as error:
-        _LOG.warning("files of checkpoints that are no longer needed are left behind: %s", error)
+        _LOG.warning("%s: %s", otherwise, error)
 
 
 def _refuse_now(engine: Answers) -> None:
