@@ -93,6 +93,9 @@ class MemoryDisk:
     def size(self, path: str) -> int:
         return len(self._file(path).data)
 
+    def is_folder(self, path: str) -> bool:
+        return isinstance(self._find(path), Folder)
+
     def names(self, path: str) -> list[str]:
         return sorted(self._folder(path).entries)
 

@@ -434,9 +434,13 @@ def test_mistakes_with_the_command_get_one_line(tmp_path, capsys):
     assert "there is no whole checkpoint" in said[1]
 
 
-def test_pickles_of_others_are_refused_with_the_way_to_convert_them(tmp_path):
+@pytest.mark.parametrize("tag", ["global_step5", None])
+def test_pickles_of_others_are_refused_with_the_way_to_convert_them(tmp_path, tag, capsys):
     folder = tmp_path / "global_step5"
     folder.mkdir()
+    (tmp_path / "latest").write_text("global_step5")
     (folder / "mp_rank_00_model_states.pt").write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match=r"pickles, which can run any code: .* zero_to_fp32\.py"):
-        make(0, "plain", "fp32").load_checkpoint(tmp_path, tag="global_step5")
+        make(0, "plain", "fp32").load_checkpoint(tmp_path, tag=tag)
+    assert main(["ckpt", "info", str(tmp_path)]) == 2
+    assert "pickles" in capsys.readouterr().err

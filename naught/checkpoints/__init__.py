@@ -4,7 +4,7 @@ from naught.checkpoints.disk import Disk, RealDisk
 from naught.checkpoints.elements import Located, locate, within
 from naught.checkpoints.manifest import Manifest, Param, Piece, Run, Sealed, Table
 from naught.checkpoints.reading import Got, Source, Want, read_all
-from naught.checkpoints.shard import CHUNK_BYTES, SIZES, Entry, Shard, ShardFile, header_of
+from naught.checkpoints.shard import CHUNK_BYTES, SIZES, Entry, Shard, ShardFile, header_of, write_shard
 from naught.checkpoints.store import Keep, Saved, Store, tag_of
 from naught.checkpoints.weights_file import WeightsFile
 
@@ -35,4 +35,5 @@ __all__ = [
     "read_all",
     "tag_of",
     "within",
+    "write_shard",
 ]

@@ -56,6 +56,8 @@ class Disk(Protocol):
     def size(self, path: str) -> int:
         """Bytes of a plain file; a link or a folder is an error."""
 
+    def is_folder(self, path: str) -> bool: ...
+
     def names(self, path: str) -> list[str]: ...
 
     def rename(self, path: str, to: str) -> None: ...
@@ -110,6 +112,9 @@ class RealDisk:
     def size(self, path: str) -> int:
         with _telling("look at", path), _opened(path) as handle:
             return os.fstat(handle).st_size
+
+    def is_folder(self, path: str) -> bool:
+        return Path(path).is_dir() and not Path(path).is_symlink()
 
     def names(self, path: str) -> list[str]:
         with _telling("list", path):

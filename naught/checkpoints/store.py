@@ -23,8 +23,8 @@ _UNDER_WAY, _GOING = ".tmp-", ".trash-"
 _POINTER = ".tmp-.latest-"  # no tag begins with a dot
 _PICKLES = (".pt", ".pth", ".bin", ".distcp")
 _CONVERT = (
-    "where you trust the file, let DeepSpeed's own zero_to_fp32.py write safetensors (--safe_serialization), and load those "
-    "weights into the model before naught.initialize"
+    "where you trust the files, let DeepSpeed's own zero_to_fp32.py write safetensors (--safe_serialization), and give its "
+    "folder to engine.load_weights"
 )
 _MOST_TEXT_BYTES = 1 << 30  # of a manifest or a table: more than any model needs, and less than any memory
 
@@ -151,11 +151,24 @@ class Store:
         if tag not in self.disk.names(self.root):
             raise CheckpointError(f"there is no checkpoint {self._path(tag)}", fix=self._others())
         names = self.disk.names(self._path(tag))
-        if any(name.endswith(_PICKLES) for name in names):
-            raise CheckpointError(f"{self._path(tag)} has pickles, which can run any code: they are never loaded", fix=_CONVERT)
+        if _has_pickles(names):
+            raise self._pickled(tag)
         if _MANIFEST not in names:
             raise CheckpointError(f"{self._path(tag)} has no manifest: it is not a checkpoint of ours", fix=self._others())
         return self._open(tag)
+
+    def newest(self) -> Saved:
+        """The whole checkpoint of the highest step."""
+        found = self.all()
+        if found:
+            return found[-1]
+        for name in self.disk.names(self.root):
+            if _TAG.match(name) and self.disk.is_folder(self._path(name)) and _has_pickles(self.disk.names(self._path(name))):
+                raise self._pickled(name)
+        raise CheckpointError(f"there is no whole checkpoint in {self.root}", fix="look at the path, or begin training anew")
+
+    def _pickled(self, tag: str) -> CheckpointError:
+        return CheckpointError(f"{self._path(tag)} has pickles, which can run any code: they are never loaded", fix=_CONVERT)
 
     def _open(self, tag: str) -> Saved:
         path = self._path(tag, _MANIFEST)
@@ -271,6 +284,10 @@ class Store:
                 f'"{tag[:80]}" cannot be a tag',
                 fix="use letters, digits, dots, dashes and underlines, begin with a letter or digit, and not latest",
             )
+
+
+def _has_pickles(names: Sequence[str]) -> bool:
+    return any(name.endswith(_PICKLES) for name in names)
 
 
 def _shard(rank: int) -> str:

@@ -21,6 +21,7 @@ _EXAMPLES = """examples:
   naught config check ds.json                  every problem of a DeepSpeed configuration at once
   naught config explain stage3_prefetch_bucket_size
   naught ckpt verify runs/mine                 every byte of every checkpoint
+  naught ckpt export runs/mine --to hf --dtype bf16
 """
 
 

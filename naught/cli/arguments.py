@@ -80,8 +80,15 @@ def add_config(commands: Any) -> None:
     init.add_argument("-o", "--output", metavar="FILE", help="instead of standard output; never overwritten")
 
 
+_EXPORT = """Write the weights of a checkpoint as Hugging Face safetensors: model.safetensors, or numbered files with an index.
+Tied parameters are written under each of their names. Takes memory for a few blocks, and neither a GPU nor the ranks that
+saved. Where training computed in 16 bits, what was saved are the 32-bit masters."""
+_DIFF = """Compare two checkpoints, of any worlds and stages, bit by bit: parameters, buffers and optimizer states. Ends with 0 if
+they are the same, else with 1."""
+
+
 def add_ckpt(commands: Any) -> None:
-    parser = commands.add_parser("ckpt", help="look at checkpoints, and read every byte of them")
+    parser = commands.add_parser("ckpt", help="look at checkpoints, verify, export and compare them")
     actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
     for name, meaning in (
         ("info", "list what a folder of checkpoints holds"),
@@ -92,3 +99,13 @@ def add_ckpt(commands: Any) -> None:
         action.add_argument("tag", nargs="?", metavar="TAG", help="one of them, such as global_step100; without it, all")
         if name == "info":
             action.add_argument("--json", action="store_true", help="print data instead of a table")
+    export = actions.add_parser("export", help="write the weights as Hugging Face safetensors", description=_EXPORT)
+    export.add_argument("folder", metavar="DIR", help="what save_checkpoint was given, or one checkpoint in it")
+    export.add_argument("tag", nargs="?", metavar="TAG", help="one of them; without it, the newest")
+    export.add_argument("--to", required=True, metavar="OUT", help="the folder to write to; nothing in it is overwritten")
+    export.add_argument("--dtype", choices=("saved", "fp32", "bf16", "fp16"), default="saved", help="default: as it was saved")
+    export.add_argument("--file-size", metavar="SIZE", default="5GB", help="the most bytes of one file (default 5GB)")
+    diff = actions.add_parser("diff", help="say where two checkpoints differ", description=_DIFF)
+    for which in ("one", "other"):
+        diff.add_argument(which, metavar=which.upper(), help="a checkpoint, or a folder of them, of which the newest is meant")
+    diff.add_argument("--json", action="store_true", help="print data instead of a table")

@@ -41,7 +41,7 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
     engine.before_a_change()
     engine.passes.close()
     with group.together():
-        chosen = tag or (_newest(store) if group.rank == 0 else "")
+        chosen = tag or (store.newest().tag if group.rank == 0 else "")
     chosen = group.exchange_texts(chosen)[0]
     with group.together():
         saved = store.find(chosen)
@@ -59,13 +59,6 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
         )
         raise
     return chosen, dict(saved.manifest.engine.get("client_state", {}))
-
-
-def _newest(store: Store) -> str:
-    found = store.all()
-    if not found:
-        raise CheckpointError(f"there is no whole checkpoint in {store.root}", fix="look at the path, or begin training anew")
-    return found[-1].tag
 
 
 class _Reading:
