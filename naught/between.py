@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ class Between(Answers):
         if beside:
             self.background.start(save)
         else:
-            write(save, self.schedule.group, bytes_of(save.kept))
+            with ThreadPoolExecutor(2, "naught-writer") as threads:
+                write(save, self.schedule.group, bytes_of(save.kept), threads=threads)
         return True
 
     def wait_for_checkpoint(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,9 +59,13 @@ class States:
             theirs = weights != self.masters.to(weights.dtype)
             self.masters[theirs] = weights[theirs].float()
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Let go of some moments."""
+        for name in names:
+            self.meter.change("states", -self.moments.pop(name).nbytes)
+
     def let_go(self) -> None:
-        self.meter.change("states", -sum(moment.nbytes for moment in self.moments.values()))
-        self.moments.clear()
+        self.forget(list(self.moments))
         self.numbers = [{} for _ in self.numbers]
         if self.masters is not None:
             self.meter.change("masters", -self.masters.nbytes)

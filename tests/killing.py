@@ -30,7 +30,8 @@ def rank_main(rank: int, ask: dict[str, Any], speaks: int) -> None:
     import torch
     import torch.distributed as dist
     from faults import faults
-    from training import digest_in_32_bits, start, take_steps
+    from menagerie import MODELS, Noisy
+    from training import config_of, digest_in_32_bits, engine_of, take_steps
 
     from naught.checkpoints import RealDisk, Store
 
@@ -38,15 +39,17 @@ def rank_main(rank: int, ask: dict[str, Any], speaks: int) -> None:
     folder = Path(ask["folder"])
     store = dist.FileStore(ask["store"], WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=PATIENCE_S))
-    engine = start(ask["stage"], "tied", more=ask["more"])
+    torch.manual_seed(0)
+    engine = engine_of(Noisy() if ask["noisy"] else MODELS["tied"](), config_of(ask["stage"], more=ask["more"]))
     if Store(RealDisk(), str(folder)).all():
         engine.load_checkpoint(folder)
     os.write(speaks, READY)
-    for _ in range(200 if ask["at"] is None else 1):
-        take_steps(engine, 1, first=engine.global_steps)
+    while engine.global_steps < ask["until"]:
+        (loss,) = take_steps(engine, 1, first=engine.global_steps)
         digest = digest_in_32_bits(engine)
         if rank == 0:
             note(ask, "reached", f"{engine.global_steps} {digest}")
+            note(ask, "losses", f"{engine.global_steps} {loss.hex()}")
         os.write(speaks, BEGINS)
         with faults(str(folder), ask["at"] if rank == ask["victim"] else None, "kill") as struck:
             engine.save_checkpoint(folder)
@@ -55,6 +58,8 @@ def rank_main(rank: int, ask: dict[str, Any], speaks: int) -> None:
         if rank == 0:
             note(ask, "saved", str(engine.global_steps))
         note(ask, f"calls{rank}", str(len(struck.calls)))
+        if ask["at"] is not None:
+            break
     dist.barrier()
 
 
@@ -111,7 +116,7 @@ def trial(ask: dict[str, Any]) -> dict[str, Any]:
     for rank in ranks:
         rank.listen()
     victims: list[Rank] = []
-    if ask["at"] is None:
+    if ask["at"] is None and ask["victim"] is not None:
         for rank in ranks:
             while not rank.saves and not rank.said.endswith(b"."):
                 rank.listen()

@@ -296,3 +296,14 @@ class Conv(nn.Module):
 @model
 def convolution() -> nn.Module:
     return Conv()
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in its forward: not one of those that every stage computes alike on other numbers of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = MODELS["buffers"](), nn.Dropout(0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.drop(self.inner(tokens).expand(8)).mean()

@@ -22,6 +22,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 KILLS, CUTS = (2000, 100) if SOAK else (100, 10)
 RECIPES: list[dict[str, Any]] = [{}, {"bf16": {"enabled": True}}]
+RESUMED = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}, "naught": {"async_save": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
+}
+UNTIL = 8
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,8 @@ class Runs:
     def stop(self, *, stage: int, more: dict[str, Any], **how: Any) -> dict[str, Any]:
         """Start them, and have them stopped in a way. Nobody may hang."""
         self.count += 1
-        question = {"at": None, "victim": 0, "cut": None, "longest_s": 0.03, "seed": self.count} | how
+        question = {"at": None, "victim": 0, "cut": None, "longest_s": 0.03, "seed": self.count, "until": 10_000, "noisy": False}
+        question |= how
         told = self.nursery(
             folder=str(self.folder),
             notes=str(self.notes),
@@ -77,7 +84,8 @@ class Runs:
         return [saved.manifest.step for saved in found]
 
     def lines(self, name: str) -> list[str]:
-        return (self.notes / name).read_text().splitlines()
+        path = self.notes / name
+        return path.read_text().splitlines() if path.exists() else []
 
 
 def reached_by(folder: Path, stage: int, more: dict[str, Any]) -> str:
@@ -128,6 +136,24 @@ def test_a_rank_that_dies_at_any_call_of_a_save_costs_nothing(nursery, tmp_path,
     assert died > calls * 0.9
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("recipe", RESUMED)
+def test_losses_after_kills_are_those_of_training_that_nobody_killed(nursery, tmp_path, stage, recipe):
+    """Dropout, running statistics and the scale of the loss included."""
+    how: dict[str, Any] = {"stage": stage, "more": RESUMED[recipe], "noisy": recipe == "fp32", "until": UNTIL}
+    for name in ("quiet", "killed"):
+        (tmp_path / name).mkdir()
+    quiet = Runs(nursery, tmp_path / "quiet" / "run", tmp_path / "quiet")
+    assert quiet.stop(**how, at=None, victim=None)["codes"] == [0, 0]
+    runs, kills = Runs(nursery, tmp_path / "killed" / "run", tmp_path / "killed"), 0
+    while not runs.lines("saved") or int(runs.lines("saved")[-1]) < UNTIL:
+        kills += -9 in runs.stop(**how, longest_s=0.1)["codes"]
+        assert runs.count < 40, "it gets nowhere"
+    assert set(runs.lines("losses")) == set(quiet.lines("losses"))
+    assert set(runs.lines("reached")) == set(quiet.lines("reached"))
+    print(f"stage {stage}, {recipe}: {kills} kills on the way to step {UNTIL}, every loss and every state the same bits")
+
+
 @contextmanager
 def loop_mounted(image: Path, at: Path) -> Iterator[None]:
     subprocess.run(["mount", "-o", "loop", image, at], check=True, capture_output=True)
@@ -156,7 +182,7 @@ def test_power_that_fails_costs_no_checkpoint_whose_save_has_returned(nursery, t
             saving += runs.stop(**variant(seed), seed=seed, cut=str(mount), longest_s=0.15)["saving"]
         with loop_mounted(image, mount):
             steps = runs.check(**variant(seed))
-            returned = [int(line) for line in runs.lines("saved")] if (tmp_path / "saved").exists() else []
+            returned = [int(line) for line in runs.lines("saved")]
             assert max(steps, default=0) >= max(returned, default=0), f"seed {seed}: a save had returned and is lost"
             odd = [path.name for path in runs.folder.iterdir() if path.is_dir() and path.name[0] != "."]
             assert len(odd) == len(steps), f"seed {seed}: a folder looks like a checkpoint and is none"

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from menagerie import DEVICE, MODELS, batch_of, my_rank
+from menagerie import DEVICE, MODELS, Noisy, batch_of, my_rank
 from safetensors.torch import load_file
 from test_parity import SOAK
-from torch import Tensor, nn
+from torch import nn
 from training import config_of, digest, digest_of_moments, digest_of_weights, engine_of, take_steps
 
 from naught import utils
@@ -32,17 +32,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
 }
-
-
-class Noisy(nn.Module):
-    """Draws random numbers in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.drop = MODELS["buffers"](), nn.Dropout(0.2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.drop(self.inner(tokens).expand(8)).mean()
 
 
 class Reached(NamedTuple):
@@ -351,10 +340,10 @@ def test_a_disk_that_fails_between_the_two_readings_leaves_an_engine_that_says_s
     calls = iter(range(10_000))
     fine = RealDisk.read
 
-    def failing(disk: RealDisk, path: str, start: int, stop: int) -> bytes:
+    def failing(disk: RealDisk, path: str, start: int, stop: int, into: memoryview | None = None) -> memoryview:
         if path.endswith(".safetensors") and next(calls) == failing_at:
             raise CheckpointDamaged(f"{path} is damaged now")
-        return fine(disk, path, start, stop)
+        return fine(disk, path, start, stop, into)
 
     failing_at = -1
     monkeypatch.setattr(RealDisk, "read", failing)

@@ -19,6 +19,7 @@ from naught.errors import StorageError
 __all__ = ["Disk", "File", "Hold", "RealDisk"]
 
 Bytes = bytes | memoryview
+_EARLY_BYTES = 16 << 20
 
 
 class File(Protocol):
@@ -50,8 +51,8 @@ class Disk(Protocol):
     def create(self, path: str, nbytes: int) -> File:
         """A file that was not there, with room for so many bytes."""
 
-    def read(self, path: str, start: int, stop: int) -> Bytes:
-        """Exactly these bytes of a plain file."""
+    def read(self, path: str, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """Exactly these bytes of a plain file, in memory of the caller's or new."""
 
     def size(self, path: str) -> int:
         """Bytes of a plain file; a link or a folder is an error."""
@@ -98,9 +99,9 @@ class RealDisk:
             raise
         return file
 
-    def read(self, path: str, start: int, stop: int) -> Bytes:
+    def read(self, path: str, start: int, stop: int, into: memoryview | None = None) -> memoryview:
         with _telling("read", path), _opened(path) as handle:
-            found = memoryview(bytearray(stop - start))
+            found = memoryview(bytearray(stop - start)) if into is None else into[: stop - start]
             done = 0
             while start + done < stop:
                 count = os.preadv(handle, [found[done:]], start + done)
@@ -167,6 +168,7 @@ class _RealHold:
 class _RealFile:
     def __init__(self, handle: int, path: str) -> None:
         self.handle, self.path = handle, path
+        self.nbytes = self.begun = 0  # written, and those of them that are on their way to the disk
 
     def write(self, data: Bytes) -> None:
         rest = memoryview(data).cast("B")
@@ -176,6 +178,11 @@ class _RealFile:
                 if written == 0:
                     raise OSError(errno.EIO, "nothing was written")
                 rest = rest[written:]
+                self.nbytes += written
+            if self.nbytes - self.begun >= _EARLY_BYTES:
+                # The system would begin when the memory is full of them, and the sync at the end would wait for all.
+                os.posix_fadvise(self.handle, self.begun, self.nbytes - self.begun, os.POSIX_FADV_DONTNEED)
+                self.begun = self.nbytes
 
     def finish(self) -> None:
         # A failed sync is final: the kernel may have dropped the pages, and a second one would say that all is well.

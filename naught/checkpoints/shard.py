@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -63,14 +64,25 @@ def header_of(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Map
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def write_shard(disk: Disk, path: str, header: bytes, data: Iterable[Bytes], nbytes: int) -> Shard:
-    """Write a shard of so many bytes in all, and wait until it is safe."""
+def write_shard(
+    disk: Disk, path: str, header: bytes, data: Iterable[Bytes], nbytes: int, *, threads: Executor | None = None
+) -> Shard:
+    """Write a shard of so many bytes in all, and wait until it is safe. With threads, a part of the data must stay as it is
+    until the next but one is asked for."""
     sums = _Checksums()
     file = disk.create(path, nbytes)
     try:
-        for part in chain((header,), data):
-            sums.take(part)
-            file.write(part)
+        under_way: list[Future[None]] = []
+        for part in chain((header,), data):  # made while the one before is summed up and written
+            if threads is None:
+                sums.take(part)
+                file.write(part)
+                continue
+            for work in under_way:
+                work.result()
+            under_way = [threads.submit(sums.take, part), threads.submit(file.write, part)]
+        for work in under_way:
+            work.result()
     except BaseException:
         file.abandon()
         raise
@@ -113,14 +125,15 @@ class ShardFile:
             kind = "cut off" if found < shard.nbytes else "too long"
             raise CheckpointDamaged(f"{path} is {found} bytes, and {shard.nbytes} were written: it is {kind}", fix=_FIX)
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """These bytes of the file, and no more than the chunks around them are read."""
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """These bytes of the file, and no more than the chunks around them are read, into memory of the caller's if that has
+        room for these."""
         assert 0 <= start <= stop <= self.shard.nbytes
         if start == stop:
             return memoryview(b"")
         first, last = start // CHUNK_BYTES, (stop - 1) // CHUNK_BYTES
         begin = first * CHUNK_BYTES
-        found = memoryview(self.disk.read(self.path, begin, min((last + 1) * CHUNK_BYTES, self.shard.nbytes)))
+        found = self.disk.read(self.path, begin, min((last + 1) * CHUNK_BYTES, self.shard.nbytes), into)
         for chunk in range(first, last + 1):
             at = (chunk - first) * CHUNK_BYTES
             self._check(chunk, found[at : at + CHUNK_BYTES])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 from naught.checkpoints.disk import Bytes, Disk, Hold
@@ -97,9 +98,11 @@ class Store:
         """The name of a checkpoint that is being written."""
         return f"{_UNDER_WAY}{tag}-{save}"
 
-    def write_rank(self, folder: str, table: Table, header: bytes, data: Iterable[Bytes]) -> Sealed:
+    def write_rank(
+        self, folder: str, table: Table, header: bytes, data: Iterable[Bytes], *, threads: Executor | None = None
+    ) -> Sealed:
         """Write one rank's shard and the table of it, which lacks the checksums. Returns what the manifest must say of it."""
-        shard = write_shard(self.disk, self._path(folder, _shard(table.rank)), header, data, table.nbytes)
+        shard = write_shard(self.disk, self._path(folder, _shard(table.rank)), header, data, table.nbytes, threads=threads)
         text = text_of(table.model_copy(update={"checksums": shard.checksums}))
         self._write(self._path(folder, _table(table.rank)), text)
         return seal(text)

@@ -25,8 +25,8 @@ class WeightsFile:
         self.nbytes = disk.size(path)
         self.entries = {entry.name: entry for entry in self._entries()}
 
-    def read(self, start: int, stop: int) -> memoryview:
-        return memoryview(self.disk.read(self.path, start, stop))
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        return self.disk.read(self.path, start, stop, into)
 
     def _entries(self) -> list[Entry]:
         """In the order of their bytes, which follow the header one behind the other to the end of the file."""

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from naught.answers import Answers
-from naught.checkpoints import Manifest, Saved, Store, Table, locate
+from naught.checkpoints import Saved, Store, Table, locate
 from naught.errors import CheckpointError, NaughtError
 from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches
 from naught.saves.memory import recall, recall_rates
 from naught.saves.numbers import number_of
 from naught.saves.own_states import OWN, RANDOM, buffer_shapes, put_own
 from naught.saves.places import Places, tensor_of, weights_written
-from naught.states import Updating
+from naught.states import States, Updating
 from naught.unit import Segment
 
 __all__ = ["Wanted", "load"]
@@ -46,9 +46,13 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
     with group.together():
         saved = store.find(chosen)
         reading = _Reading(engine, store, saved, wanted)
-        reading.check()
-    if len(set(group.exchange_texts(saved.manifest.save))) > 1:
-        raise CheckpointError(f"the ranks see different checkpoints as {chosen}", fix="load from a folder that all hosts share")
+    try:
+        with group.together():
+            reading.check()
+        _refuse_different(group.exchange_texts(saved.manifest.save), chosen)
+    except Exception:
+        reading.undo()
+        raise
     try:
         with group.together():
             reading.copy()
@@ -61,6 +65,11 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
     return chosen, dict(saved.manifest.engine.get("client_state", {}))
 
 
+def _refuse_different(identities: Sequence[str], tag: str) -> None:
+    if len(set(identities)) > 1:
+        raise CheckpointError(f"the ranks see different checkpoints as {tag}", fix="load from a folder that all hosts share")
+
+
 class _Reading:
     """One rank's way through a checkpoint: which bytes it needs, and where they belong."""
 
@@ -71,7 +80,8 @@ class _Reading:
         self.with_optimizer = wanted.optimizer and not wanted.module_only and engine.optimizer is not None
         theirs = {name: param.shape for name, param in saved.manifest.params.items() if not name.startswith(RANDOM)}
         refuse_differences(shapes_of(engine) | buffer_shapes(engine), theirs, strict=wanted.strict)
-        self.places = Places()
+        self.made: list[tuple[States, set[str]]] = []  # moments that were not there before
+        self.places, self.new_places = Places(), Places()
         self.blanks: list[tuple[Tensor, float]] = []  # states that no update has touched, and what they start from
 
     @property
@@ -79,16 +89,34 @@ class _Reading:
         return self.saved.manifest.engine
 
     def check(self) -> None:
-        """Find every byte that this rank needs, and see that it is what was written."""
+        """Find every byte that this rank needs, and see that it is what was written. What was not there before is filled."""
         if self.with_optimizer:
-            _make_moments(self.engine, self.saved.manifest)
+            self._make_moments()
         self._find_places()
         self.places.check(self.files)
+        self.new_places.fill(self.files)
 
     def copy(self) -> None:
         for target, start in self.blanks:
             target.fill_(start)
         self.places.fill(self.files)
+
+    def undo(self) -> None:
+        """Nothing has been loaded: what was made for it goes."""
+        for states, names in self.made:
+            states.forget(names)
+
+    def _make_moments(self) -> None:
+        """Of what has been updated; the rest is made when it first is."""
+        assert self.engine.optimizer is not None
+        how = Updating(self.engine.optimizer.rule, self.engine.optimizer.param_groups, 0)
+        for unit in self.engine.schedule.units.values():
+            for segment in unit.trained:
+                known = (self.saved.manifest.params.get(slot.name) for slot in segment.layout.slots)
+                if any(param is not None and param.updates for param in known):
+                    before = set(segment.states.moments)
+                    segment.states.prepare(how, segment.target)
+                    self.made.append((segment.states, set(segment.states.moments) - before))
 
     def own(self) -> dict[str, Tensor]:
         """What a rank had for itself: this rank's, if there are as many ranks as there were, else the first one's."""
@@ -105,6 +133,7 @@ class _Reading:
 
     def _find_places(self) -> None:
         located = locate(self.tables)
+        made = {(id(states), name) for states, names in self.made for name in names}
         for kind, segment, tensor, pieces in stretches(self.engine, share=False):
             if kind != WEIGHTS and not self.with_optimizer:
                 continue
@@ -115,7 +144,9 @@ class _Reading:
                 target = tensor[piece.at : piece.at + piece.count]
                 if kind != WEIGHTS and param.updates == 0:
                     self.blanks.append((target, self._start(segment, piece.param, kind)))
-                elif not self.places.add(target, piece.first, located[kind, piece.param]):
+                    continue
+                places = self.new_places if (id(segment.states), kind) in made else self.places
+                if not places.add(target, piece.first, located[kind, piece.param]):
                     raise CheckpointError(
                         f'{self.saved.tag} does not have all of "{piece.param}" ({kind})',
                         fix="load_optimizer_states=False takes the weights only; or use the optimizer that was saved",
@@ -126,17 +157,6 @@ class _Reading:
         at = next(index for index, slot in enumerate(segment.layout.slots) if slot.name == param)
         hyper = self.engine.optimizer.param_groups[segment.states.groups[at]]
         return self.engine.optimizer.rule.states(hyper).get(kind, 0.0)
-
-
-def _make_moments(engine: Answers, manifest: Manifest) -> None:
-    """Of what has been updated; the rest is made when it first is."""
-    assert engine.optimizer is not None
-    how = Updating(engine.optimizer.rule, engine.optimizer.param_groups, 0)
-    for unit in engine.schedule.units.values():
-        for segment in unit.trained:
-            known = (manifest.params.get(slot.name) for slot in segment.layout.slots)
-            if any(param is not None and param.updates for param in known):
-                segment.states.prepare(how, segment.target)
 
 
 def _finish(engine: Answers, reading: _Reading) -> None:

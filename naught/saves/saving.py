@@ -6,6 +6,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -69,11 +70,12 @@ def begin(
     return save
 
 
-def write(save: Save, peers: Together, data: Iterable[memoryview]) -> None:
-    """Write what this rank has; when all have, make it a checkpoint. An error is raised on every rank."""
+def write(save: Save, peers: Together, data: Iterable[memoryview], *, threads: Executor | None = None) -> None:
+    """Write what this rank has; when all have, make it a checkpoint. An error is raised on every rank. Threads help where
+    there are some; a script that ends cannot have new ones."""
     with undone_on_error(save, peers):
         with peers.together():
-            sealed = save.store.write_rank(save.folder, save.table, save.header, data)
+            sealed = save.store.write_rank(save.folder, save.table, save.header, data, threads=threads)
         texts = peers.exchange_texts(sealed.model_dump_json())
         with peers.together():
             if peers.rank == 0:

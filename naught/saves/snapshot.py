@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,10 @@ class Kept(NamedTuple):
 
 
 def bytes_of(kept: Sequence[Kept]) -> Iterator[memoryview]:
-    """What a file of these tensors holds, each block copied when it is its turn."""
+    """What a file of these tensors holds, each block brought to the host when it is its turn."""
     for tensor, _ in kept:
         for block in _blocks(tensor):
-            yield _raw(block.detach().to("cpu", copy=True))
+            yield _raw(block.to("cpu"))  # itself, if it is there
 
 
 class Snapshot:
@@ -81,5 +82,7 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _raw(block: Tensor) -> memoryview:
-    """A copy's own bytes: a view that numpy has seen could never be freed while it lives elsewhere."""
-    return memoryview(block.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    """A tensor's own bytes. Not by numpy(): a storage that numpy has seen can never be freed in its life."""
+    raw = (ctypes.c_char * block.nbytes).from_address(block.data_ptr())
+    raw.tensor = block  # type: ignore[attr-defined]  # which lives as long as this
+    return memoryview(raw).cast("B")
