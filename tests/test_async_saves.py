@@ -202,7 +202,11 @@ if sys.argv[2] == "gone":
 def run_script(folder: Path, how: str) -> list[tuple[int, str]]:
     """Two processes that end right after they have begun to save."""
     here = Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": f"{here}:{here.parent}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PYTHONPATH": f"{here}:{here.parent}:{os.environ.get('PYTHONPATH', '')}",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29000 + os.getpid() % 900), "DS_ACCELERATOR": "cpu"}
     ranks = [
         subprocess.Popen(

@@ -33,7 +33,7 @@ UNTIL = 8
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Any]:
     here = Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": f"{here}:{here.parent}", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": f"{here}:{here.parent}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(here / "killing.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdin is not None
@@ -146,7 +146,7 @@ def test_losses_after_kills_are_those_of_training_that_nobody_killed(nursery, tm
     quiet = Runs(nursery, tmp_path / "quiet" / "run", tmp_path / "quiet")
     assert quiet.stop(**how, at=None, victim=None)["codes"] == [0, 0]
     runs, kills = Runs(nursery, tmp_path / "killed" / "run", tmp_path / "killed"), 0
-    while not runs.lines("saved") or int(runs.lines("saved")[-1]) < UNTIL:
+    while max((saved.manifest.step for saved in runs.store.all()), default=0) < UNTIL:
         kills += -9 in runs.stop(**how, longest_s=0.1)["codes"]
         assert runs.count < 40, "it gets nowhere"
     assert set(runs.lines("losses")) == set(quiet.lines("losses"))

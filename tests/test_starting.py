@@ -16,6 +16,7 @@ import torch
 
 from naught import comm
 from naught.comm.launch import Seat, expand_hosts, find_seat
+from naught.comm.listening import meeting_store, stay_on_this_machine
 from naught.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -285,3 +286,41 @@ def test_a_process_takes_the_device_of_its_local_rank(local_rank):
     env |= {"LOCAL_RANK": local_rank, "DS_ACCELERATOR": device, "CUDA_VISIBLE_DEVICES": "0"}
     then = f'dist.get_backend_config() == "cpu:gloo,{device}:nccl" and torch.accelerator.current_device_index() == 0'
     assert run_ranks([env], [""], then)[0][:3] == [0, 1, int(local_rank)]
+
+
+# --- where rank 0 listens -------------------------------------------------------------------------------------------------
+
+
+def test_an_address_that_is_not_this_machines_is_told():
+    with pytest.raises(UsageError, match=r"rank 0 cannot listen at 192\.0\.2\.7:29511: .* an address of the machine"):
+        meeting_store(Seat(0, 2, 0, "192.0.2.7", 29511), timedelta(seconds=1))
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match="a port that nobody uses"):
+            meeting_store(Seat(0, 2, 0, "127.0.0.1", port), timedelta(seconds=1))
+
+
+def test_a_name_that_leads_back_to_its_own_machine_cannot_be_where_several_meet(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 29512))])
+    with pytest.raises(UsageError, match=r"node1 is 127\.0\.1\.1 on its own machine"):
+        meeting_store(Seat(0, 4, 0, "node1", 29512), timedelta(seconds=1))
+
+
+def test_torchruns_own_store_is_used(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert meeting_store(Seat(0, 2, 0, "127.0.0.1", 1), timedelta(seconds=1)) is None
+
+
+def test_interfaces_that_a_user_has_named_stay(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    stay_on_this_machine(Seat(0, 2, 0, "10.0.0.1", 1))
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    stay_on_this_machine(Seat(0, 2, 0, "127.0.0.1", 1))
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("mine", "lo")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")

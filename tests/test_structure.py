@@ -59,6 +59,7 @@ LAYERS = [
         "comm.wires",
         "comm.group",
         "comm.launch",
+        "comm.listening",
         "comm.starting",
         "comm",
         "flat",
@@ -158,7 +159,7 @@ TORCH_ALLOWED = {
             "whole",
         )
     ),
-    *("comm.mail", "ops.adam", "ops.adagrad", "ops.lion"),
+    *("comm.mail", "comm.listening", "ops.adam", "ops.adagrad", "ops.lion"),
 }
 
 

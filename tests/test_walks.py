@@ -5,6 +5,7 @@ What must come along is the state itself: 32-bit weights, moments and counters, 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -111,7 +112,9 @@ class Walk(RuleBasedStateMachine):
 @pytest.mark.timeout(36_000 if SOAK else 300)
 def test_training_walks_through_worlds_stages_and_precisions_unchanged(worlds):
     Walk.worlds, Walk.moves = worlds, 0
-    walks = 5_000 if SOAK else 100
-    run_state_machine_as_test(Walk, settings=settings(max_examples=walks, stateful_step_count=3, deadline=None, derandomize=True))
+    walks = int(os.environ.get("NAUGHT_WALKS", "5000")) if SOAK else 100
+    run_state_machine_as_test(
+        Walk, settings=settings(max_examples=walks, stateful_step_count=3, deadline=None, derandomize=not SOAK)
+    )
     print(f"{walks} walks, {Walk.moves} moves, every state the same bits")
     assert walks <= Walk.moves

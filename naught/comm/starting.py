@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from naught.accelerator import get_accelerator
 from naught.comm.launch import DEFAULT_PORT, Seat, find_seat, number
+from naught.comm.listening import meeting_store, stay_on_this_machine
 from naught.errors import UsageError
 
 __all__ = ["get_local_rank", "init_distributed"]
@@ -49,13 +50,18 @@ def init_distributed(
     seat = _seat(url, {"RANK": rank, "WORLD_SIZE": world_size}, port=distributed_port, mpi=auto_mpi_discovery)
     if seat is None:
         # No port: any number of such processes may run beside each other.
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return
     _take_device(seat.local_rank)
     if verbose and seat.rank == 0:
         _LOG.info("starting %d ranks over %s, which meet at %s:%d", seat.world, backend, seat.address, seat.port)
-    dist.init_process_group(backend, init_method=url, rank=seat.rank, world_size=seat.world, timeout=timeout)
+    store = None
+    if url == "env://":
+        stay_on_this_machine(seat)
+        store = meeting_store(seat, timeout)
+    where = url if store is None else None
+    dist.init_process_group(backend, init_method=where, store=store, rank=seat.rank, world_size=seat.world, timeout=timeout)
 
 
 def _backend(asked: str | None) -> str:
