@@ -146,6 +146,7 @@ class Bench:
         each = plain / count
         self.seconds["step"].append(slowest(each))
         self.seconds["stall"].append(slowest(called + held.seconds))
+        self.seconds["stall in the call"].append(slowest(called))
         self.seconds["slowdown"].append(slowest(took - steps * each))
 
     def step(self) -> None:
@@ -182,7 +183,7 @@ class Bench:
             print(row(name, ratios, seconds[name], self.nbytes))
         for name in (*ways, "read"):
             print(json.dumps({"disk": name, "MB/s": round(self.nbytes / 1e6 / statistics.median(seconds[name]))}))
-        for name in ("stall", "slowdown"):
+        for name in ("stall", "stall in the call", "slowdown"):
             shares = [lost / step for lost, step in zip(seconds[name], seconds["step"], strict=True)]
             print(
                 json.dumps(

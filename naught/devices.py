@@ -50,14 +50,17 @@ def free_host_bytes() -> int:
 
 
 class HostCopies:
-    """Copies of tensors in host memory. Made inside of `beside`, in a thread, they wait for nothing that the device is asked
-    after this was made, and nothing waits for them."""
+    """Copies of tensors in host memory. Made inside of `beside`, in a thread, they come after all that the device had been
+    asked before `follow`, and nothing waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream | None = None  # None: the device is the host
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def follow(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

@@ -29,9 +29,16 @@ class Kept(NamedTuple):
 
 def bytes_of(kept: Sequence[Kept]) -> Iterator[memoryview]:
     """What a file of these tensors holds, each block brought to the host when it is its turn."""
+    device = next((tensor.device for tensor, _ in kept if tensor.device.type != "cpu"), torch.device("cpu"))
+    host = HostCopies(device)
     for tensor, _ in kept:
         for block in _blocks(tensor):
-            yield _raw(block.to("cpu"))  # itself, if it is there
+            if block.device.type == "cpu":
+                yield _raw(block)
+            else:
+                copy = host.copy(block)
+                host.arrive()
+                yield _raw(copy)
 
 
 class Snapshot:
@@ -46,7 +53,7 @@ class Snapshot:
         pairs = [(block, private) for tensor, private in kept for block in _blocks(tensor)]
         self.waiting = [block if private else None for block, private in pairs]
         self.copies: deque[Tensor | None] = deque(None if private else self.host.copy(block) for block, private in pairs)
-        self.host.arrive()
+        self.host.follow()
 
     def _refuse_too_large(self) -> None:
         free = free_host_bytes()
