@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,17 @@ class Between(Answers):
 
     # --- what is inside ---
 
-    def gathered(
-        self, params: Iterable[nn.Parameter] | None = None, *, writer: int | None = None
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self, params: Iterable[nn.Parameter] | None = None, *, writer: int | None = None) -> Iterator[None]:
         """While open, these parameters, or all, can be read and written. All ranks must open it, and write the same,
         unless one rank is the writer: then what that one writes is kept."""
         if self.destroyed:
-            return nullcontext()
+            yield
+            return
         self.refuse_away()
         self.background.settle()
-        return self.passes.lending(params, writer)
+        with self.passes.lending(params, writer):
+            yield
 
     def grad_norms(self) -> dict[str, float]:
         """The norm of each parameter's gradient, by name, between backward and step. All ranks must ask."""
@@ -153,7 +154,7 @@ class Between(Answers):
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write whole weights, as modules compute with them, to one safetensors file. All ranks must call."""
-        save_weights(self, str(save_dir), save_filename, frozen=not exclude_frozen_parameters)
+        save_weights(self, RealDisk(), str(save_dir), save_filename, frozen=not exclude_frozen_parameters)
         return True
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: None = None) -> None:

@@ -56,8 +56,9 @@ def loader_of(
         collate_fn=collate_fn,
         pin_memory=pin_memory and torch.accelerator.is_available(),  # without one torch would warn of it
         drop_last=drop_last,
+        generator=torch.Generator(),  # its own: drawing from the script's would shift what a resumed script draws
     )
-    return Loader(loader, share, world)
+    return Loader(loader, share, world, seed)
 
 
 class _Share(DistributedSampler[Any]):
@@ -106,8 +107,8 @@ class Loader:
     """A DataLoader that begins a new epoch whenever it is iterated, and can tell and take up where it is. Whoever sets the
     epoch himself is heeded, and counting goes on from there. All else is the DataLoader's own."""
 
-    def __init__(self, loader: DataLoader[Any], share: _Share | None, world: int) -> None:
-        self.loader, self.share, self.world = loader, share, world
+    def __init__(self, loader: DataLoader[Any], share: _Share | None, world: int, seed: int) -> None:
+        self.loader, self.share, self.world, self.seed = loader, share, world, seed
         self.epoch = 0  # the one under way, or the next
         self.given: int | None = None  # batches of it; None: it has not begun
         self.skips = 0  # batches that the next iteration leaves out, for it goes on where another was
@@ -123,6 +124,7 @@ class Loader:
         skips, self.skips = self.skips, 0
         if self.share is not None:
             self.share.begin(self.epoch, skips * self._batch)
+        self.loader.generator.manual_seed(self.seed + self.epoch)  # the seeds of workers, too, depend on the epoch alone
         batches = iter(self.loader)
         if self.share is None:
             for _ in range(skips):  # nobody knows the order but by drawing
@@ -133,10 +135,10 @@ class Loader:
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         epoch = self.epoch
         for batch in batches:
-            assert self.given is not None
-            self.given += 1
+            if self.given is not None and self.epoch == epoch:  # else somebody has gone elsewhere meanwhile
+                self.given += 1
             yield batch
-        if self.epoch == epoch:
+        if self.given is not None and self.epoch == epoch:
             self.set_epoch(epoch + 1)
 
     @property
@@ -159,6 +161,8 @@ class Loader:
         """Go on there when iterated next, with any number of ranks. Where samples do not make whole batches of all ranks, a
         few come twice. What a user's own sampler or an iterable dataset gave before is drawn again, and let go."""
         self.epoch, self.given = int(state["epoch"]), None
+        if self.share is not None:
+            self.share.asked = None
         self.skips = int(state["samples"]) // (self._batch * self.world)
 
     def __getattr__(self, name: str) -> Any:

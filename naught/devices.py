@@ -8,6 +8,7 @@ import platform
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +45,21 @@ def allocated_bytes(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
 def free_host_bytes() -> int:
-    """Bytes of host memory that this process could still have."""
-    return Cpu().mem_get_info()[0]
+    """Bytes of host memory that this process could still have: the system's, or less if a control group says so."""
+    free = Cpu().mem_get_info()[0]
+    for most, used in _CGROUPS:
+        try:
+            free = min(free, int(Path(most).read_text("ascii")) - int(Path(used).read_text("ascii")))
+        except (OSError, ValueError):  # there is none, or it says "max"
+            continue
+    return max(free, 0)
 
 
 class HostCopies:

@@ -23,13 +23,20 @@ class Faults:
         self.folder, self.at, self.what = folder, at, what
         self.calls: list[str] = []
         self.full = False  # after a short write there is no room
+        self.awaited = ""
+
+    def strike_next(self, name: str) -> None:
+        """From here on the next call of a name fails."""
+        self.awaited = name
 
     def strike(self, name: str, arguments: tuple[Any, ...]) -> int | None:
         """Called before each call. Raises, or tells how many bytes at most may be written."""
         self.calls.append(name)
         if name == "write" and self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if len(self.calls) - 1 != self.at:
+        if name == self.awaited:
+            self.awaited = ""
+        elif len(self.calls) - 1 != self.at:
             return None
         if self.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

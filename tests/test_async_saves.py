@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,8 @@ from naught import utils
 from naught.checkpoints import RealDisk, Store
 from naught.devices import HostCopies
 from naught.errors import NaughtError, StorageError
-from naught.saves import snapshot
+from naught.saves import background, snapshot
+from naught.saves.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,11 +46,16 @@ def copies_that_wait_for_the_change() -> Iterator[list[str]]:
             story.append("asked" if asked.wait(2) else "nobody asked")
         return real(host, tensor)
 
-    HostCopies.copy, snapshot.threading.Event = copy, Settled  # type: ignore[method-assign,misc]
+    class Watched(Snapshot):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.settled = Settled()
+
+    HostCopies.copy, background.Snapshot = copy, Watched  # type: ignore[method-assign,misc]
     try:
         yield story
     finally:
-        HostCopies.copy, snapshot.threading.Event = real, Settled.__base__  # type: ignore[method-assign,misc,assignment]
+        HostCopies.copy, background.Snapshot = real, Snapshot  # type: ignore[method-assign,misc]
 
 
 def change_by(engine: Any, how: str) -> None:
@@ -117,6 +124,7 @@ def test_what_a_user_writes_without_asking_does_not_reach_a_save_that_has_begun(
     with copies_that_wait_for_the_change():
         engine.save_checkpoint(tmp_path, asynchronous=True, client_state={"epoch": 2, "names": ["a"]})
         param.data.add_(1)
+        engine.background.settle()
         engine.wait_for_checkpoint()
     assert loads(tmp_path, 1, "plain", "fp32")[0] == before
 
@@ -175,7 +183,9 @@ def test_too_little_memory_is_said_before_anything_is_copied(tmp_path, monkeypat
     engine = make(1, "plain", "fp32")
     take_steps(engine, 1)
     monkeypatch.setattr(snapshot, "free_host_bytes", lambda: 1000)
-    with pytest.raises(StorageError, match=r"needs .* of host memory .* 1.00 kB are free\. Save with asynchronous=False"):
+    with pytest.raises(
+        StorageError, match=r"needs .* of this host.s memory, and 1.00 kB are free\. Save with asynchronous=False"
+    ):
         engine.save_checkpoint(tmp_path, asynchronous=True)
     assert list(tmp_path.iterdir()) == []
     engine.save_checkpoint(tmp_path)
@@ -191,12 +201,20 @@ engine, *_ = naught.initialize(model=torch.nn.Linear(300, 300), config={"train_m
     "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}, "naught": {"async_save": True}})
 engine.backward(engine(torch.ones(1, 300)).mean())
 engine.step()
-struck = faults(sys.argv[1], at=None if sys.argv[2] != "broken" else 24, what="EIO")
-struck.__enter__()
-engine.save_checkpoint(sys.argv[1])
+struck = faults(sys.argv[1])
+told = struck.__enter__()
+engine.save_checkpoint(sys.argv[1], asynchronous=True)
+if sys.argv[2] == "broken":
+    told.strike_next("fsync")
 if sys.argv[2] == "gone":
     torch.distributed.destroy_process_group()
 """
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_script(folder: Path, how: str) -> list[tuple[int, str]]:
@@ -207,7 +225,7 @@ def run_script(folder: Path, how: str) -> list[tuple[int, str]]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29000 + os.getpid() % 900), "DS_ACCELERATOR": "cpu"}
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(folder), how],
@@ -234,3 +252,34 @@ def test_a_script_that_ends_while_its_save_fails_says_so_and_ends_with_1(tmp_pat
     for _, said in ended:
         assert "a checkpoint that was being saved when the script ended is not there: cannot" in said
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def begins_a_thread_that_cannot_start(folder: Path) -> tuple[str, list[str]]:
+    engine = make(2, "plain", "fp32")
+    take_steps(engine, 1)
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("naught-save") and my_rank() == 1:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    threading.Thread.start = start  # type: ignore[method-assign]
+    try:
+        engine.save_checkpoint(folder, asynchronous=True)
+    except Exception as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    finally:
+        threading.Thread.start = real  # type: ignore[method-assign]
+    engine.schedule.group.meet()
+    names = sorted(path.name for path in folder.iterdir())
+    take_steps(engine, 1, first=1)
+    return said, names
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_training_goes_on(two, tmp_path):
+    for said, names in two.run(begins_a_thread_that_cannot_start, tmp_path):
+        assert "can't start new thread" in said
+        assert names == []

@@ -10,12 +10,15 @@ import os
 import random
 import stat
 import struct
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from crashing import Crash, Folder, Inode, MemoryDisk
+from faults import faults
 
 from naught.checkpoints import (
     CHUNK_BYTES,
@@ -32,6 +35,7 @@ from naught.checkpoints import (
     Want,
     header_of,
     read_all,
+    write_shard,
 )
 from naught.checkpoints.manifest import parse, text_of
 from naught.errors import CheckpointDamaged, CheckpointError, NaughtError, StorageError
@@ -491,11 +495,57 @@ def test_links_pipes_and_folders_are_not_read(tmp_path):
         store.verify(store.find("global_step2"))
 
 
-def test_a_full_disk_is_told_with_its_path_and_the_remedy():
-    with pytest.raises(StorageError, match=r"/dev/full.*\(EEXIST\)|\(ENOTDIR\)"):
-        RealDisk().create("/dev/full/x", 1)
-    with pytest.raises(StorageError, match=rf"\({errno.errorcode[errno.EEXIST]}\)"):
-        RealDisk().create("/dev/full", 1)
+def test_a_full_disk_is_told_with_its_path_and_the_remedy(tmp_path):
+    with (
+        faults(str(tmp_path), 1, "ENOSPC"),
+        pytest.raises(StorageError, match=r"x: No space .* \(ENOSPC\)\. Make room on the disk"),
+    ):
+        RealDisk().create(f"{tmp_path}/x", 1)
+    with pytest.raises(StorageError, match=rf"x: .* \({errno.errorcode[errno.EEXIST]}\)"):
+        RealDisk().create(f"{tmp_path}/x", 1)
+
+
+def test_a_new_folder_is_on_the_disk_with_all_around_it(tmp_path):
+    with faults(str(tmp_path)) as told:
+        RealDisk().ensure_folder(f"{tmp_path}/a/b")
+    assert told.calls.count("fsync") == 2
+
+
+def test_what_is_no_folder_does_not_stop_the_sweeping(tmp_path):
+    (tmp_path / ".tmp-model.safetensors").write_bytes(b"somebody else's")
+    (tmp_path / ".tmp-old-0").mkdir()
+    assert Store(RealDisk(), str(tmp_path)).sweep() == [".tmp-old-0"]
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_file_is_not_closed_while_a_thread_writes_to_it(tmp_path, threads):
+    """What follows a failure may get the same number for a file of its own."""
+    gate, written = threading.Event(), []
+
+    class Slow(RealDisk):
+        def create(self, path: str, nbytes: int) -> Any:
+            file = super().create(path, nbytes)
+            real_write, real_abandon = file.write, file.abandon
+
+            def write(data: Any) -> None:
+                gate.wait(1 if threads else 0)
+                real_write(data)
+                written.append("write")
+
+            def abandon() -> None:
+                written.append("abandon")
+                real_abandon()
+
+            file.write, file.abandon = write, abandon
+            return file
+
+    def broken() -> Iterator[bytes]:
+        yield b"y"
+        raise RuntimeError("the tensor is gone")
+
+    with ThreadPoolExecutor(2) as pool, pytest.raises(RuntimeError, match="the tensor is gone"):
+        write_shard(Slow(), f"{tmp_path}/x", b"x", broken(), 9, threads=pool if threads else None)
+    assert written == ["write", "write", "abandon"]
 
 
 def test_a_write_that_fails_leaves_no_open_file(tmp_path):

@@ -175,7 +175,11 @@ def test_weights_that_are_bad_on_one_rank_change_nothing_on_any(two, tmp_path, b
         path.write_bytes(path.read_bytes()[:-4])
     else:
         save_file({**state, "more": torch.zeros(2)}, path)
-    words = {"gone": "No such file", "cut": "it is cut off, or too long", "other": 'not in the model ("more")'}[bad]
+    words = {
+        "gone": "has neither model.safetensors nor",
+        "cut": "it is cut off, or too long",
+        "other": 'not in the model ("more")',
+    }[bad]
     (one, same), (other, also_same) = two.run(other_on_one_rank, tmp_path)
     assert words in one
     assert words in other
@@ -214,8 +218,10 @@ def test_pickles_are_not_weights(tmp_path):
     torch.save(MODELS["plain"]().state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         make(0, "plain", "fp32").load_weights(tmp_path / "pytorch_model.bin")
-    with pytest.raises(StorageError, match=r"model\.safetensors: No such file"):
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         make(0, "plain", "fp32").load_weights(tmp_path)
+    with pytest.raises(StorageError, match=r"other\.safetensors: No such file"):
+        make(0, "plain", "fp32").load_weights(tmp_path / "other.safetensors")
 
 
 # --- differences --------------------------------------------------------------------------------------------------------
@@ -236,6 +242,14 @@ def test_the_difference_of_two_checkpoints(worlds, tmp_path, capsys):
     assert main(["ckpt", "diff", str(tmp_path / "one"), str(tmp_path / "two" / "changed"), "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["differences"]
     assert (found["kind"], found["differing"], found["largest"]) == ("weights", 1, 0.25)
+    value.view(-1)[3] = 0.0
+    utils.safe_set_full_fp32_param(param, value)
+    engine.save_checkpoint(tmp_path / "two", tag="zero")
+    utils.safe_set_full_fp32_param(param, value * torch.where(value == 0, -1.0, 1.0))
+    engine.save_checkpoint(tmp_path / "two", tag="other-zero")
+    assert main(["ckpt", "diff", str(tmp_path / "two" / "zero"), str(tmp_path / "two" / "other-zero"), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["differences"]
+    assert (found["differing"], found["largest"]) == (1, 0.0), "zeros of two signs are not the same bits"
     take_steps(engine, 1, first=3)
     engine.save_checkpoint(tmp_path / "two")
     assert main(["ckpt", "diff", str(tmp_path / "one"), str(tmp_path / "two" / "global_step4")]) == 1

@@ -44,7 +44,7 @@ class Disk(Protocol):
     """What a checkpoint needs of a file system. Every failure is a StorageError that names the path."""
 
     def ensure_folder(self, path: str) -> None:
-        """Make a folder, and those around it, where they are not."""
+        """Make a folder, and those around it, where they are not, and wait until they are on the disk."""
 
     def make_folder(self, path: str) -> None: ...
 
@@ -81,7 +81,10 @@ class RealDisk:
 
     def ensure_folder(self, path: str) -> None:
         with _telling("make the folder", path):
+            missing = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
             Path(path).mkdir(0o700, parents=True, exist_ok=True)
+        for folder in missing:
+            self.sync_folder(str(folder.parent))
 
     def make_folder(self, path: str) -> None:
         with _telling("make the folder", path):

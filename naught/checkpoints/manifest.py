@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from naught.checkpoints.shard import CHUNK_BYTES, SIZES
 from naught.errors import CheckpointDamaged, CheckpointError
@@ -24,6 +23,12 @@ _Size = Annotated[int, Field(ge=0, lt=2**62)]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _SaveId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Name = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+def _known_type(name: str) -> str:
+    if name not in SIZES:
+        raise ValueError(f'there is no type "{name[:20]}"')
+    return name
 
 
 class _Record(BaseModel):
@@ -43,7 +48,7 @@ class Run(_Record):
     """Neighbouring elements of one kind in a shard file, as they lay in memory: zeros may lie between the pieces."""
 
     kind: _Name
-    dtype: Literal["F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+    dtype: Annotated[str, AfterValidator(_known_type)]
     start: _Size
     count: _Size
     pieces: tuple[Piece, ...]
@@ -54,9 +59,11 @@ class Run(_Record):
 
     @model_validator(mode="after")
     def _pieces_lie_inside(self) -> Run:
+        end = 0
         for piece in self.pieces:
-            if piece.at + piece.count > self.count:
-                raise ValueError(f'a piece of "{piece.param}" reaches beyond its run')
+            if piece.at < end or piece.at + piece.count > self.count:
+                raise ValueError(f'a piece of "{piece.param}" reaches into another, or beyond its run')
+            end = piece.at + piece.count
         return self
 
 
@@ -86,7 +93,7 @@ class Table(_Record):
 class Param(_Record):
     """A parameter as the model had it. The kinds of it that were saved each have a type of their own in the runs."""
 
-    shape: tuple[_Size, ...]
+    shape: Annotated[tuple[_Size, ...], Field(max_length=64)]
     trained: bool
     updates: _Size = 0
     also: tuple[_Name, ...] = ()  # other names of the same parameter
@@ -118,6 +125,11 @@ class Manifest(_Record):
         return len(self.tables)
 
 
+class _Version(BaseModel):
+    model_config = ConfigDict(strict=True)
+    format: int
+
+
 Kind = TypeVar("Kind", Table, Manifest)
 
 
@@ -137,13 +149,9 @@ def parse(kind: type[Kind], text: bytes, path: str) -> Kind:
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise CheckpointDamaged(f"{path} does not have the digest that it says", fix="load another checkpoint")
     try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} is not JSON: {error}", fix="load another checkpoint") from error
-    version = document.get("format") if isinstance(document, Mapping) else None
-    if isinstance(version, int) and version > FORMAT:
-        raise CheckpointError(f"{path} is of format {version}, and this release reads {FORMAT}", fix="use a newer release")
-    try:
+        version = _Version.model_validate_json(body).format
+        if version > FORMAT:
+            raise CheckpointError(f"{path} is of format {version}, and this release reads {FORMAT}", fix="use a newer release")
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,7 +19,10 @@ CHUNK_BYTES = 1 << 20
 _ALIGN = 8
 
 # Bytes of an element, by safetensors' names.
-SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+SIZES: Mapping[str, int] = {
+    **{"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ def write_shard(
     until the next but one is asked for."""
     sums = _Checksums()
     file = disk.create(path, nbytes)
+    under_way: list[Future[None]] = []
     try:
-        under_way: list[Future[None]] = []
         for part in chain((header,), data):  # made while the one before is summed up and written
             if threads is None:
                 sums.take(part)
@@ -84,6 +87,7 @@ def write_shard(
         for work in under_way:
             work.result()
     except BaseException:
+        wait(under_way)  # nobody may write to a file that is closed: its number may soon be another's
         file.abandon()
         raise
     file.finish()

@@ -6,7 +6,9 @@ Whatever stops a save leaves at most a folder that nobody takes for a checkpoint
 
 from __future__ import annotations
 
+import logging
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
@@ -16,9 +18,10 @@ from naught.checkpoints.manifest import Manifest, Run, Sealed, Table, parse, sea
 from naught.checkpoints.shard import Shard, ShardFile, write_shard
 from naught.errors import CheckpointDamaged, CheckpointError, StorageError
 
-__all__ = ["Keep", "Saved", "Store", "tag_of"]
+__all__ = ["Keep", "Saved", "Store", "Survey", "tag_of"]
 
-_TAG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$")
+_LOG = logging.getLogger("naught")
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 _MANIFEST = "manifest.json"
 _UNDER_WAY, _GOING = ".tmp-", ".trash-"
 _POINTER = ".tmp-.latest-"  # no tag begins with a dot
@@ -27,7 +30,7 @@ _CONVERT = (
     "where you trust the files, let DeepSpeed's own zero_to_fp32.py write safetensors (--safe_serialization), and give its "
     "folder to engine.load_weights"
 )
-_MOST_TEXT_BYTES = 1 << 30  # of a manifest or a table: more than any model needs, and less than any memory
+_MOST_TEXT_BYTES = 1 << 28  # of a manifest or a table: more than any model needs, and less than any memory
 
 
 class Saved(NamedTuple):
@@ -35,6 +38,13 @@ class Saved(NamedTuple):
 
     tag: str
     manifest: Manifest
+
+
+class Survey(NamedTuple):
+    """What a folder holds: checkpoints, and by their names those that cannot be one any more, and why."""
+
+    whole: list[Saved]
+    damaged: dict[str, CheckpointError | StorageError]
 
 
 class Keep(NamedTuple):
@@ -72,7 +82,7 @@ class Store:
     # --- saving ---
 
     def make_room(self, nbytes: int) -> None:
-        """See that the folder is there, and that so many bytes will find room in it."""
+        """See that the folder is there, and stays, and that so many bytes will find room in it."""
         self.disk.ensure_folder(self.root)
         free = self.disk.free_bytes(self.root)
         if free < nbytes:
@@ -109,13 +119,14 @@ class Store:
 
     def commit(self, folder: str, tag: str, manifest: Manifest) -> None:
         """Every rank has written its files: look at them, say so in a manifest, and give the folder its tag."""
-        for rank, sealed in enumerate(manifest.tables):
-            found = self.disk.size(self._path(folder, _table(rank)))
-            if found != sealed.nbytes:
+        for rank in range(manifest.world):
+            try:
+                self.shard(Saved(folder, manifest), self.table(Saved(folder, manifest), rank))
+            except CheckpointError as error:
                 raise StorageError(
-                    f"{self._path(folder, _table(rank))} is {found} bytes here, and rank {rank} wrote {sealed.nbytes}",
+                    f"what rank {rank} wrote is not what this rank sees: {error.what}",
                     fix="save to a folder that all hosts share",
-                )
+                ) from error
         self._write(self._path(folder, _MANIFEST), text_of(manifest))
         self.disk.sync_folder(self._path(folder))
         self.disk.rename(self._path(folder), self._path(tag))
@@ -161,12 +172,16 @@ class Store:
         return self._open(tag)
 
     def newest(self) -> Saved:
-        """The whole checkpoint of the highest step."""
-        found = self.all()
-        if found:
-            return found[-1]
+        """The whole checkpoint of the highest step. One that is damaged may be newer: that is said."""
+        found = self.survey()
+        for error in found.damaged.values():
+            _LOG.warning("a checkpoint is passed over: %s", error)
+        if found.whole:
+            return found.whole[-1]
+        if _MANIFEST in self.disk.names(self.root):
+            raise CheckpointError(f"{self.root} is a checkpoint itself", fix="give the folder around it, and its name as the tag")
         for name in self.disk.names(self.root):
-            if _TAG.match(name) and self.disk.is_folder(self._path(name)) and _has_pickles(self.disk.names(self._path(name))):
+            if _TAG.fullmatch(name) and self.disk.is_folder(self._path(name)) and _has_pickles(self.disk.names(self._path(name))):
                 raise self._pickled(name)
         raise CheckpointError(f"there is no whole checkpoint in {self.root}", fix="look at the path, or begin training anew")
 
@@ -179,14 +194,20 @@ class Store:
 
     def all(self) -> list[Saved]:
         """Every checkpoint whose manifest is whole, the oldest step first."""
-        found: list[Saved] = []
+        return self.survey().whole
+
+    def survey(self) -> Survey:
+        """What is whole as far as its manifest tells, and what has a manifest that does not. Other folders are nothing to us."""
+        whole: list[Saved] = []
+        damaged: dict[str, CheckpointError | StorageError] = {}
         for name in self.disk.names(self.root):
-            if _TAG.match(name):
+            path = self._path(name)
+            if _TAG.fullmatch(name) and self.disk.is_folder(path) and _MANIFEST in self.disk.names(path):
                 try:
-                    found.append(self._open(name))
-                except (CheckpointError, StorageError):
-                    continue  # a folder of something else, or damaged: whoever names it is told
-        return sorted(found, key=lambda saved: (saved.manifest.step, saved.tag))
+                    whole.append(self._open(name))
+                except (CheckpointError, StorageError) as error:
+                    damaged[name] = error
+        return Survey(sorted(whole, key=lambda saved: (saved.manifest.step, saved.tag)), damaged)
 
     def _others(self) -> str:
         tags = [saved.tag for saved in self.all()]
@@ -232,7 +253,7 @@ class Store:
     def remove(self, tag: str) -> None:
         """Take a checkpoint away: from the first moment on it is none, and nobody finds half of it."""
         self._refuse_tag(tag)
-        going = f"{_GOING}{tag}"
+        going = f"{_GOING}{tag}-{secrets.token_hex(8)}"  # another that is still going may have had the tag
         self.disk.rename(self._path(tag), self._path(going))
         self.disk.sync_folder(self.root)
         self._clear(going)
@@ -262,6 +283,8 @@ class Store:
         if name.startswith(_POINTER):
             self.disk.remove(self._path(name))
             return True
+        if not self.disk.is_folder(self._path(name)):
+            return False  # somebody else's
         hold = self.disk.hold(self._path(name))
         if hold is None:
             return False
@@ -282,7 +305,7 @@ class Store:
         return "/".join((self.root, *names))
 
     def _refuse_tag(self, tag: str) -> None:
-        if not _TAG.match(tag) or tag == "latest":
+        if not _TAG.fullmatch(tag) or tag == "latest":
             raise CheckpointError(
                 f'"{tag[:80]}" cannot be a tag',
                 fix="use letters, digits, dots, dashes and underlines, begin with a letter or digit, and not latest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def _chosen(given: str, tag: str | None) -> tuple[Store, list[Saved]]:
 def _info(options: argparse.Namespace) -> int:
     store, found = _chosen(options.folder, options.tag)
     rows = [_facts(store, saved) for saved in found]
+    for tag, error in store.survey().damaged.items():
+        print(f"{tag}: {error}", file=sys.stderr)
     if options.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -79,7 +82,10 @@ def _facts(store: Store, saved: Saved) -> dict[str, Any]:
 def _verify(options: argparse.Namespace) -> int:
     """Read everything; say what is damaged, and go on to the next."""
     store, found = _chosen(options.folder, options.tag)
-    bad = 0
+    damaged = {} if options.tag else store.survey().damaged
+    for tag, error in damaged.items():
+        print(f"{tag}: {error}")
+    bad = len(damaged)
     for saved in found:
         try:
             store.verify(saved)

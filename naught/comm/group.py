@@ -55,6 +55,11 @@ class Group(Together):
         # Numbers that ranks exchange lie where the backend can reach them.
         self.desk = torch.device("cpu") if self.size == 1 or "cpu" in backends else device
 
+    @property
+    def alive(self) -> bool:
+        """Whether ranks can still talk: a script may have shut torch.distributed down."""
+        return self.size == 1 or dist.is_initialized()
+
     def gather(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
         """Fill a flat in which every rank has put its own slice."""
         self.ledger.add("all-gather", unit, (self.size - 1) * slices[self.rank].nbytes)

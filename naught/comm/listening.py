@@ -35,7 +35,12 @@ def meeting_store(seat: Seat, timeout: timedelta) -> Store | None:
 
 def _listen(seat: Seat) -> int:
     """An open socket of rank 0, which the store closes."""
-    family, _, _, _, address = socket.getaddrinfo(seat.address, seat.port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(seat.address, seat.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(
+            f'nobody knows "{seat.address}": {error}', where="MASTER_ADDR", fix="give an address or a known name"
+        ) from error
     if _is_loopback(str(address[0])) and not _says_loopback(seat.address) and _spans_machines():
         raise UsageError(
             f"{seat.address} is {address[0]} on its own machine, where no other can call it",

@@ -19,7 +19,7 @@ __all__ = ["Mail"]
 
 _LOG = logging.getLogger("naught")
 _LEAST_NAP_S, _LONGEST_NAP_S = 0.002, 0.1
-_AFTER_THE_END_S, _AFTER_A_FAILURE_S = 60.0, 5.0  # that a script which is over waits for peers that may have died
+_FAREWELL_S, _AFTER_A_FAILURE_S = 60.0, 5.0  # that a script which has failed waits for peers that may have died
 
 
 class Mail(Together):
@@ -63,12 +63,15 @@ class Mail(Together):
         """The last call: rank 0, whose process may hold the store, stays until the others have read their mail."""
         if self.store is None:
             return
-        self.patience_s = min(self.patience_s, _AFTER_THE_END_S)
+        self.patience_s = min(self.patience_s, _FAREWELL_S)
         try:
             if self.rank > 0:
                 self.store.set(f"{self.prefix}/farewell/{self.rank}", "")
             else:
-                self._wait([f"{self.prefix}/farewell/{rank}" for rank in range(1, self.size)])
+                others = [f"{self.prefix}/farewell/{rank}" for rank in range(1, self.size)]
+                self._wait(others)
+                for key in (*others, *(f"{self.prefix}/{past + 1}/all" for past in range(self.rounds))):
+                    self.store.delete_key(key)
         except (StorageError, RuntimeError) as error:
             _LOG.warning("a save is over, but not every rank may know: %s", error)
 
@@ -97,6 +100,6 @@ class Mail(Together):
 
 
 def _patience_of_the_script_s() -> float:
-    if threading.main_thread().is_alive():
-        return math.inf
-    return _AFTER_A_FAILURE_S if getattr(sys, "last_value", None) is not None else _AFTER_THE_END_S
+    """One that has ended well waits as long as any; the disks of others may be slower."""
+    failed = not threading.main_thread().is_alive() and getattr(sys, "last_value", None) is not None
+    return _AFTER_A_FAILURE_S if failed else math.inf

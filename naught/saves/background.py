@@ -5,15 +5,18 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import sys
 import threading
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
 
 import torch
 
 from naught.comm import Group, Mail
 from naught.flat import Meter
 from naught.saves.saving import Save, undone_on_error, write
-from naught.saves.snapshot import Snapshot
+from naught.saves.snapshot import Snapshot, refuse_too_large
 
 __all__ = ["Background"]
 
@@ -32,12 +35,32 @@ class Background:
 
     def start(self, save: Save) -> None:
         """Copy what must be copied now, and write beside training."""
-        with undone_on_error(save, self.group), self.group.together():
-            snapshot = Snapshot(save.kept, self.device)
-        self.meter.change(_CATEGORY, snapshot.nbytes)
-        mail = Mail(self.group.rank, self.group.size, name=save.manifest.save, patience_s=_PATIENCE_S)
-        self.running = _Running(save, snapshot, mail)
-        self.running.start()
+        running: _Running | None = None
+        try:
+            running = self._begin(save)
+            with undone_on_error(save, self.group), self.group.together():
+                running.start()
+        except BaseException:
+            if running is not None:
+                running.go.put(False)
+            raise
+        running.go.put(True)
+        self.running = running
+        self.meter.change(_CATEGORY, running.snapshot.nbytes)
+
+    def _begin(self, save: Save) -> _Running:
+        with undone_on_error(save, self.group):
+            here = self._bytes_on_this_host(sum(tensor.nbytes for tensor, _ in save.kept))
+            with self.group.together():
+                refuse_too_large(here)
+                mail = Mail(self.group.rank, self.group.size, name=save.manifest.save, patience_s=_PATIENCE_S)
+                return _Running(save, Snapshot(save.kept, self.device), mail)
+
+    def _bytes_on_this_host(self, nbytes: int) -> int:
+        """Of the snapshots of all ranks that share its memory."""
+        host = socket.gethostname()
+        told = [text.rpartition(" ") for text in self.group.exchange_texts(f"{host} {nbytes}")]
+        return sum(int(count) for other, _, count in told if other == host)
 
     def settle(self) -> None:
         """Wait until nothing is copied any more. What changes states comes here first."""
@@ -58,10 +81,16 @@ class Background:
             running.join(_NAP_S)
         self.running = None
         self.meter.change(_CATEGORY, -running.snapshot.nbytes)
-        self.group.raise_together(running.error())
+        error = running.error()
+        if self.group.alive:
+            self.group.raise_together(error)
+        elif error is not None:
+            raise error
 
     def _is_over(self, running: _Running) -> bool:
         """On every rank. One that has died is noticed here."""
+        if not self.group.alive:  # a script that is about to end: each rank by itself
+            return not running.is_alive()
         try:
             return bool(self.group.exchange(torch.tensor([not running.is_alive()], dtype=torch.int64)).all())
         except BaseException:
@@ -75,14 +104,18 @@ class _Running(threading.Thread):
     def __init__(self, save: Save, snapshot: Snapshot, mail: Mail) -> None:
         super().__init__(name=f"naught-save-{save.tag}")
         self.save, self.snapshot, self.mail = save, snapshot, mail
+        self.go: SimpleQueue[bool] = SimpleQueue()  # whether all ranks have such a thread
 
     def run(self) -> None:
+        if not self.go.get():
+            return
         try:
             write(self.save, self.mail, self.snapshot.bytes())
         except BaseException as error:
             _UNTOLD[self] = error
+            _LOG.error("the checkpoint %s is not saved: %s", self.save.tag, error)
         finally:
-            self.snapshot.settled.set()  # also if nothing has been copied
+            self.snapshot.let_go()
             self.mail.farewell()
 
     def error(self) -> Exception | None:
@@ -102,9 +135,11 @@ def _tell_at_the_end() -> None:
     for error in _UNTOLD.values():
         _LOG.error("a checkpoint that was being saved when the script ended is not there: %s", error)
     if _UNTOLD:
+        logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # nothing else changes the status of a process that is ending
 
 
 atexit.register(_tell_at_the_end)
+Finalize(None, _tell_at_the_end, exitpriority=0)  # processes that multiprocessing forks end without the other

@@ -13,6 +13,8 @@ from naught.saves.contents import Contents
 __all__ = ["Difference", "compare"]
 
 _BLOCK_NUMEL = 1 << 22
+_WIDE = torch.complex128
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Difference(NamedTuple):
@@ -28,7 +30,7 @@ class Difference(NamedTuple):
 def compare(one: Contents, other: Contents) -> Iterator[Difference]:
     """What the first has and the second has not, or otherwise; and which elements are not the same bits."""
     kinds, theirs = one.kinds(), other.kinds()
-    ours, others = one.params(), other.params()
+    ours, others = one.params, other.params
     for name, kind in sorted(kinds.keys() | theirs.keys()):
         if (name, kind) not in theirs or (name, kind) not in kinds:
             yield Difference(name, kind, f"only in {(one if (name, kind) in kinds else other).saved.tag}")
@@ -43,17 +45,21 @@ def compare(one: Contents, other: Contents) -> Iterator[Difference]:
 
 
 def _elements(one: Contents, other: Contents, name: str, kind: str) -> Difference:
-    numel, differing, largest = one.params()[name].numel, 0, 0.0
+    numel, differing, largest = one.params[name].numel, 0, 0.0
     for first in range(0, numel, _BLOCK_NUMEL):
         stop = min(first + _BLOCK_NUMEL, numel)
         ours, theirs = (_block(contents, name, kind, first, stop) for contents in (one, other))
-        if ours.dtype == theirs.dtype and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
-            continue
-        apart = (ours.double() - theirs.double()).abs()
-        unlike = ~((apart == 0) | (ours.isnan() & theirs.isnan()))
-        differing += int(unlike.sum())
-        largest = max(largest, float(apart.nan_to_num(torch.inf).max())) if bool(unlike.any()) else largest
+        unlike = _bits(ours) != _bits(theirs) if ours.dtype == theirs.dtype else ours.double() != theirs.double()
+        if bool(unlike.any()):
+            apart = (ours[unlike].to(_WIDE) - theirs[unlike].to(_WIDE)).abs()
+            differing += int(unlike.sum())
+            largest = max(largest, float(apart.nan_to_num(torch.inf).max()))
     return Difference(name, kind, "", differing, largest)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Whole numbers, of which two are the same if all their bits are."""
+    return values.view(_WHOLE[values.element_size()])
 
 
 def _block(contents: Contents, name: str, kind: str, first: int, stop: int) -> Tensor:

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from naught.checkpoints import Located, Param, Saved, Store, Want, locate, read_all, within
+from naught.checkpoints import Located, Param, Saved, Store, locate, within
 from naught.errors import CheckpointDamaged
 from naught.saves.inventory import WEIGHTS
 from naught.saves.own_states import BUFFER, OWN, RANDOM
 from naught.saves.places import tensor_of
 
 __all__ = ["Contents"]
+
+_BLOCK_BYTES = 8 << 20  # a multiple of every element's
 
 
 class Contents:
@@ -23,11 +25,10 @@ class Contents:
         self.tables = [store.table(saved, rank) for rank in range(saved.manifest.world)]
         self.files = [store.shard(saved, table) for table in self.tables]
         self.located = locate(self.tables)
-
-    def params(self) -> dict[str, Param]:
-        """Parameters and buffers, by name."""
-        found = {name: param for name, param in self.saved.manifest.params.items() if not name.startswith(RANDOM)}
-        return {name.removeprefix(BUFFER): param for name, param in found.items()}
+        # Parameters and buffers, by name.
+        self.params: dict[str, Param] = {
+            name.removeprefix(BUFFER): param for name, param in saved.manifest.params.items() if not name.startswith(RANDOM)
+        }
 
     def buffers(self) -> set[str]:
         return {name.removeprefix(BUFFER) for name in self.saved.manifest.params if name.startswith(BUFFER)}
@@ -42,11 +43,10 @@ class Contents:
 
     def read(self, name: str, kind: str = WEIGHTS, first: int = 0, stop: int | None = None) -> Iterator[Tensor]:
         """Elements in their order, checked, in blocks that are good until the next."""
-        param = self.params()[name]
-        stop = param.numel if stop is None else stop
+        stop = self.params[name].numel if stop is None else stop
         for at in within(self._located(name, kind), first, stop):
-            for _, _, data in read_all(self.files, [Want(at.file, at.start, at.stop, at.dtype, 0)]):
-                yield tensor_of(data, at.dtype)
+            for start in range(at.start, at.stop, _BLOCK_BYTES):
+                yield tensor_of(self.files[at.file].read(start, min(start + _BLOCK_BYTES, at.stop)), at.dtype)
             first = at.first + at.numel
         if first < stop:
             raise CheckpointDamaged(f'{self.saved.tag} does not have all of "{name}" ({kind})', fix="load another checkpoint")

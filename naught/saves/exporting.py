@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from naught.saves.inventory import DTYPES_BY_NAME, WEIGHTS
 __all__ = ["export"]
 
 _INDEX = "model.safetensors.index.json"
-_PASSING = ".tmp-"
 
 
 class _Out(NamedTuple):
@@ -47,30 +47,28 @@ def export(contents: Contents, disk: Disk, folder: str, *, dtype: str | None, mo
     free = disk.free_bytes(folder)
     if free < needed:
         raise StorageError(f"{needed} bytes are to be written to {folder}, and {free} are free", fix="make room")
-    passing: list[str] = []
+    everything = [*names, *(_INDEX for _ in texts)]  # the index is last: without it there is nothing
+    passing = {name: f".tmp-{name}-{secrets.token_hex(8)}" for name in everything}
     try:
         for name, group in zip(names, groups, strict=True):
-            passing.append(f"{folder}/{_PASSING}{name}")
-            _write(contents, disk, passing[-1], group)
+            _write(contents, disk, f"{folder}/{passing[name]}", group)
         for text in texts:
-            passing.append(f"{folder}/{_PASSING}{_INDEX}")
-            write_shard(disk, passing[-1], text, (), len(text))
+            write_shard(disk, f"{folder}/{passing[_INDEX]}", text, (), len(text))
+        for name in everything:
+            disk.rename(f"{folder}/{passing[name]}", f"{folder}/{name}")
+        disk.sync_folder(folder)
     except BaseException:
-        for path in passing:
-            if path.rpartition("/")[2] in disk.names(folder):
-                disk.remove(path)
+        for left in set(passing.values()) & set(disk.names(folder)):
+            disk.remove(f"{folder}/{left}")
         raise
-    for name in (*names, *(_INDEX for _ in texts)):  # the index is last: without it there is nothing
-        disk.rename(f"{folder}/{_PASSING}{name}", f"{folder}/{name}")
-    disk.sync_folder(folder)
-    return [*names, *(_INDEX for _ in texts)]
+    return everything
 
 
 def _wanted(contents: Contents, dtype: str | None) -> list[_Out]:
     found: list[_Out] = []
     kinds = contents.kinds()
     buffers = contents.buffers()
-    for name, param in contents.params().items():
+    for name, param in contents.params.items():
         saved = kinds.get((name, WEIGHTS), "F32")  # of no element at all there is no type
         casts = dtype is not None and name not in buffers and DTYPES_BY_NAME[saved].is_floating_point
         found += [_Out(other, name, param.shape, str(dtype) if casts else saved) for other in (name, *param.also)]

@@ -6,6 +6,7 @@ A rank reads no more than the bytes that it keeps.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -15,14 +16,14 @@ from torch import Tensor
 
 from naught.answers import Answers
 from naught.checkpoints import Disk, Located, WeightsFile
-from naught.errors import CheckpointError, NaughtError
+from naught.errors import CheckpointError
 from naught.saves.inventory import DTYPES_BY_NAME, WEIGHTS, names_of, refuse_differences, shapes_of, stretches
 from naught.saves.own_states import kept_buffers
-from naught.saves.places import Places, weights_written
+from naught.saves.places import Places, unusable_on_error, weights_written
 
 __all__ = ["import_weights"]
 
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_INDEX_BYTES = 100_000_000
 
@@ -35,22 +36,26 @@ def import_weights(engine: Answers, disk: Disk, path: Path, *, strict: bool) -> 
     engine.passes.close()
     with group.together():
         reading = _Reading(engine, [WeightsFile(disk, str(file)) for file in _files(disk, path)], strict=strict)
-    try:
+    with unusable_on_error(engine):
         with group.together():
             reading.copy()
         weights_written(engine)
-    except NaughtError as error:
-        engine.passes.away = CheckpointError(
-            f"weights were being loaded when this happened: {error}", fix="make the engine anew, and load again"
-        )
-        raise
 
 
 def _files(disk: Disk, path: Path) -> list[Path]:
     """A file, or those of a folder as Hugging Face writes them. Links are followed: its cache is made of them."""
     if not path.is_dir():
-        return [path.resolve()]
+        if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+            raise CheckpointError(
+                f"{path} is a pickle, which can run any code: it is never loaded", fix="convert it to safetensors"
+            )
+        return [Path(os.path.realpath(path))]
     index = path / _INDEX
+    if not index.exists() and not (path / _ONE).exists():
+        raise CheckpointError(
+            f"{path} has neither {_ONE} nor {_INDEX}",
+            fix="give a folder as Hugging Face or naught ckpt export writes it, or a safetensors file",
+        )
     if not index.exists():
         return [(path / _ONE).resolve()]
     place = str(index.resolve())
@@ -62,7 +67,7 @@ def _files(disk: Disk, path: Path) -> list[Path]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index} is not JSON: {error}", fix="get it anew") from error
     names = document.get("weight_map") if isinstance(document, Mapping) else None
-    if not isinstance(names, Mapping) or not all(isinstance(name, str) and _NAME.match(name) for name in names.values()):
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names.values()):
         raise CheckpointError(f"{index} does not name plain safetensors files beside it", fix="get it anew")
     return [(path / name).resolve() for name in sorted(set(names.values()))]
 

@@ -36,7 +36,13 @@ DTYPES_BY_NAME = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
     "BOOL": torch.bool,
 }
 NAMES_BY_DTYPE = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}

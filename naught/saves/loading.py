@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from naught.answers import Answers
-from naught.checkpoints import Saved, Store, Table, locate
-from naught.errors import CheckpointError, NaughtError
+from naught.checkpoints import Located, Saved, Store, Table, locate
+from naught.errors import CheckpointError, RankMismatch
 from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches
-from naught.saves.memory import recall, recall_rates
+from naught.saves.memory import Memory, recall, recall_rates, refuse_other_rates
 from naught.saves.numbers import number_of
-from naught.saves.own_states import OWN, RANDOM, buffer_shapes, put_own
-from naught.saves.places import Places, tensor_of, weights_written
+from naught.saves.own_states import OWN, RANDOM, buffer_shapes, own_tensors, put_own
+from naught.saves.places import Places, tensor_of, unusable_on_error, weights_written
 from naught.states import States, Updating
 from naught.unit import Segment
 
@@ -40,8 +40,11 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
     engine.refuse_away()
     engine.before_a_change()
     engine.passes.close()
+    tags = group.exchange_texts("" if tag is None else str(tag))
+    if len(set(tags)) > 1:
+        raise RankMismatch(f"the ranks want to load different tags: {', '.join(sorted(set(tags)))}", fix="agree on one")
     with group.together():
-        chosen = tag or (store.newest().tag if group.rank == 0 else "")
+        chosen = tags[0] or (store.newest().tag if group.rank == 0 else "")
     chosen = group.exchange_texts(chosen)[0]
     with group.together():
         saved = store.find(chosen)
@@ -53,16 +56,12 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
     except Exception:
         reading.undo()
         raise
-    try:
+    with unusable_on_error(engine):
         with group.together():
             reading.copy()
-        _finish(engine, reading)
-    except NaughtError as error:
-        engine.passes.away = CheckpointError(
-            f"a checkpoint was being loaded when this happened: {error}", fix="make the engine anew, and load again"
-        )
-        raise
-    return chosen, dict(saved.manifest.engine.get("client_state", {}))
+            _finish(engine, reading)
+        weights_written(engine)
+    return chosen, dict(reading.memory.client_state)
 
 
 def _refuse_different(identities: Sequence[str], tag: str) -> None:
@@ -83,16 +82,23 @@ class _Reading:
         self.made: list[tuple[States, set[str]]] = []  # moments that were not there before
         self.places, self.new_places = Places(), Places()
         self.blanks: list[tuple[Tensor, float]] = []  # states that no update has touched, and what they start from
+        self.memory = Memory.of(saved.manifest.engine, saved.tag)
+        self.own: dict[str, Tensor] = {}  # what a rank had for itself
 
     @property
-    def memory(self) -> Mapping[str, Any]:
-        return self.saved.manifest.engine
+    def with_rates(self) -> bool:
+        return self.wanted.rates and not self.wanted.module_only and self.engine.optimizer is not None
 
     def check(self) -> None:
         """Find every byte that this rank needs, and see that it is what was written. What was not there before is filled."""
+        located = locate(self.tables)
+        if self.with_rates:
+            refuse_other_rates(self.engine, self.memory)
         if self.with_optimizer:
+            self._refuse_other_states({kind for kind, _ in located} - {WEIGHTS, OWN})
             self._make_moments()
-        self._find_places()
+        self._read_own()
+        self._find_places(located)
         self.places.check(self.files)
         self.new_places.fill(self.files)
 
@@ -118,21 +124,30 @@ class _Reading:
                     segment.states.prepare(how, segment.target)
                     self.made.append((segment.states, set(segment.states.moments) - before))
 
-    def own(self) -> dict[str, Tensor]:
-        """What a rank had for itself: this rank's, if there are as many ranks as there were, else the first one's."""
+    def _refuse_other_states(self, theirs: set[str]) -> None:
+        assert self.engine.optimizer is not None
+        rule = self.engine.optimizer.rule
+        ours = {name for hyper in self.engine.optimizer.param_groups for name in rule.states(hyper)}
+        if theirs - ours:
+            raise CheckpointError(
+                f"{self.saved.tag} is of another optimizer: it has {', '.join(sorted(theirs - ours))}",
+                fix="use the optimizer that was saved; load_optimizer_states=False takes the weights only",
+            )
+
+    def _read_own(self) -> None:
+        """This rank's, if there are as many ranks as there were, else the first one's."""
         rank = self.engine.schedule.group.rank if self.same_world else 0
-        found: dict[str, Tensor] = {}
+        numels = {name: tensor.numel() for name, tensor in own_tensors(self.engine).items()}
         for run in self.tables[rank].runs:
-            if run.kind == OWN:
-                found[run.pieces[0].param] = tensor_of(self.files[rank].read(run.start, run.stop), run.dtype)
-        return found
+            name = run.pieces[0].param if run.kind == OWN and len(run.pieces) == 1 else ""
+            if numels.get(name) == run.count:  # else it is of another torch's source of random numbers, or nobody's
+                self.own[name] = tensor_of(self.files[rank].read(run.start, run.stop), run.dtype)
 
     @property
     def same_world(self) -> bool:
         return self.saved.manifest.world == self.engine.schedule.group.size
 
-    def _find_places(self) -> None:
-        located = locate(self.tables)
+    def _find_places(self, located: Mapping[tuple[str, str], Sequence[Located]]) -> None:
         made = {(id(states), name) for states, names in self.made for name in names}
         for kind, segment, tensor, pieces in stretches(self.engine, share=False):
             if kind != WEIGHTS and not self.with_optimizer:
@@ -146,7 +161,7 @@ class _Reading:
                     self.blanks.append((target, self._start(segment, piece.param, kind)))
                     continue
                 places = self.new_places if (id(segment.states), kind) in made else self.places
-                if not places.add(target, piece.first, located[kind, piece.param]):
+                if not places.add(target, piece.first, located.get((kind, piece.param), ())):
                     raise CheckpointError(
                         f'{self.saved.tag} does not have all of "{piece.param}" ({kind})',
                         fix="load_optimizer_states=False takes the weights only; or use the optimizer that was saved",
@@ -160,19 +175,18 @@ class _Reading:
 
 
 def _finish(engine: Answers, reading: _Reading) -> None:
-    """Counters go on, and everybody has what the owners have."""
+    """Counters go on, and what every rank has for itself."""
     wanted, params = reading.wanted, reading.saved.manifest.params
     for segment in (segment for unit in engine.schedule.units.values() for segment in unit.trained):
         if reading.with_optimizer:
             names = [slot.name for slot in segment.layout.slots]
             segment.states.steps = [params[name].updates if name in params else 0 for name in names]
             segment.states.numbers = [_numbers(reading.tables, name, engine) for name in names]
-    weights_written(engine)
-    put_own(engine, reading.own(), random_too=reading.same_world and not wanted.module_only)
+    put_own(engine, reading.own, random_too=reading.same_world and not wanted.module_only)
     if not wanted.module_only:
         recall(engine, reading.memory)
-        if wanted.rates and engine.optimizer is not None:
-            recall_rates(engine, reading.memory)
+    if reading.with_rates:
+        recall_rates(engine, reading.memory)
 
 
 def _numbers(tables: Sequence[Table], name: str, engine: Answers) -> dict[str, Any]:

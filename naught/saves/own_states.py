@@ -33,12 +33,20 @@ def put_own(engine: Answers, found: Mapping[str, Tensor], *, random_too: bool) -
     """Put back what was saved; sources of random numbers only where every rank gets its own."""
     for name, buffer in engine.module.named_buffers():
         saved = found.get(f"{BUFFER}{name}")
-        if saved is not None:
+        if saved is not None and _is_spread(buffer):
+            holder, _, short = name.rpartition(".")
+            setattr(engine.module.get_submodule(holder), short, saved.reshape(buffer.shape).to(buffer))
+        elif saved is not None:
             buffer.copy_(saved.reshape(buffer.shape))
     for name, (_, put) in _sources(engine).items() if random_too else ():
         saved = found.get(f"{RANDOM}{name}")
         if saved is not None:
             put(saved)
+
+
+def _is_spread(buffer: Tensor) -> bool:
+    """Whether one element of memory stands for several, as expand() makes them: it cannot be written to."""
+    return any(stride == 0 and extent > 1 for stride, extent in zip(buffer.stride(), buffer.shape, strict=True))
 
 
 def kept_buffers(engine: Answers) -> dict[str, Tensor]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from naught.answers import Answers
 from naught.checkpoints import Located, Source, Want, read_all, within
+from naught.errors import CheckpointError
 from naught.saves.inventory import DTYPES_BY_NAME
 
-__all__ = ["Places", "tensor_of", "weights_written"]
+__all__ = ["Places", "tensor_of", "unusable_on_error", "weights_written"]
+
+
+_ANEW = "make the engine anew, and load again"
 
 
 class Places:
@@ -44,6 +49,16 @@ class Places:
 def tensor_of(data: memoryview, dtype: str) -> Tensor:
     """The elements that these bytes are, where they lie."""
     return torch.frombuffer(data, dtype=DTYPES_BY_NAME[dtype])
+
+
+@contextmanager
+def unusable_on_error(engine: Answers) -> Iterator[None]:
+    """What fails while states are being overwritten leaves an engine that says so."""
+    try:
+        yield
+    except Exception as error:
+        engine.passes.away = CheckpointError(f"states were being loaded when this happened: {error}", fix=_ANEW)
+        raise
 
 
 def weights_written(engine: Answers) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from naught.answers import Answers
 from naught.checkpoints import Keep, Manifest, Param, Piece, Run, Sealed, Store, Table, header_of, tag_of
@@ -50,15 +50,16 @@ def begin(
 ) -> Save:
     """Begin to save between two steps. An error is raised on every rank, and then nothing has begun."""
     group = engine.schedule.group
-    tag = tag or tag_of(engine.global_steps)
+    tag = tag_of(engine.global_steps) if tag is None else str(tag)
     tags = group.exchange_texts(tag)
     if len(set(tags)) > 1:
         raise RankMismatch(f"the ranks want to save under different tags: {', '.join(sorted(set(tags)))}", fix="agree on one")
     identity = group.exchange_texts(secrets.token_hex(16))[0]
     with group.together():
         _refuse_now(engine)
-        manifest = _manifest(engine, identity, client_state, frozen=frozen)
-        table, header, kept = _contents(engine, identity, frozen=frozen)
+        own = own_tensors(engine)
+        manifest = _manifest(engine, identity, own, client_state, frozen=frozen)
+        table, header, kept = _contents(engine, identity, own, frozen=frozen)
     settings = engine.settings.naught
     save = Save(store, tag, manifest, table, header, kept, Keep(settings.keep_last, settings.keep_every), points)
     needed = int(group.exchange(torch.tensor([table.nbytes])).sum())
@@ -114,18 +115,7 @@ def _refuse_now(engine: Answers) -> None:
         raise UsageError("gradients of a step that is not over are not saved", fix="save after the last micro-batch of a step")
 
 
-def _text_of_state(engine: Answers, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the engine and the caller want to remember, as JSON and nothing else."""
-    try:
-        return dict(json.loads(json.dumps({**memory_of(engine), "client_state": dict(client_state)}, allow_nan=False)))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the client_state or the scheduler's state cannot be written as JSON: {error}",
-            fix="use numbers, texts, lists and dicts; save tensors by themselves",
-        ) from error
-
-
-def _contents(engine: Answers, identity: str, *, frozen: bool) -> tuple[Table, bytes, list[Kept]]:
+def _contents(engine: Answers, identity: str, own: Mapping[str, Tensor], *, frozen: bool) -> tuple[Table, bytes, list[Kept]]:
     """This rank's table, the beginning of its file, and the tensors that follow."""
     group = engine.schedule.group
     runs: list[tuple[str, Kept, tuple[Piece, ...]]] = [
@@ -134,14 +124,16 @@ def _contents(engine: Answers, identity: str, *, frozen: bool) -> tuple[Table, b
         if stretch.pieces
     ]
     runs += [
-        (OWN, Kept(tensor.reshape(-1), private=False), (Piece(param=name, first=0, count=tensor.numel(), at=0),))
-        for name, tensor in own_tensors(engine).items()
+        (OWN, Kept(tensor.contiguous().reshape(-1), private=False), (Piece(param=name, first=0, count=tensor.numel(), at=0),))
+        for name, tensor in own.items()
         if tensor.numel()
     ]
-    named = [(f"{at}.{kind}", NAMES_BY_DTYPE[tensor.dtype], (tensor.numel(),)) for at, (kind, (tensor, _), _) in enumerate(runs)]
+    named = [
+        (f"{at}.{kind}", _type_name(tensor, pieces), (tensor.numel(),)) for at, (kind, (tensor, _), pieces) in enumerate(runs)
+    ]
     header, entries = header_of(named, {"format": "naught", "save": identity, "rank": str(group.rank)})
     described = tuple(
-        Run(kind=kind, dtype=entry.dtype, start=entry.start, count=tensor.numel(), pieces=pieces)  # type: ignore[arg-type]
+        Run(kind=kind, dtype=entry.dtype, start=entry.start, count=tensor.numel(), pieces=pieces)
         for (kind, (tensor, _), pieces), entry in zip(runs, entries, strict=True)
     )
     nbytes = entries[-1].stop if entries else len(header)
@@ -149,6 +141,15 @@ def _contents(engine: Answers, identity: str, *, frozen: bool) -> tuple[Table, b
         format=1, save=identity, rank=group.rank, nbytes=nbytes, checksums=(), runs=described, numbers=_numbers(engine)
     )
     return table, header, [kept for _, kept, _ in runs]
+
+
+def _type_name(tensor: Tensor, pieces: Sequence[Piece]) -> str:
+    if tensor.dtype not in NAMES_BY_DTYPE:
+        raise CheckpointError(
+            f'"{pieces[0].param}" is of the type {tensor.dtype}, which cannot be saved',
+            fix="convert it, or make it not persistent",
+        )
+    return NAMES_BY_DTYPE[tensor.dtype]
 
 
 def _numbers(engine: Answers) -> dict[str, dict[str, tuple[str, float]]]:
@@ -162,7 +163,9 @@ def _numbers(engine: Answers) -> dict[str, dict[str, tuple[str, float]]]:
     return found
 
 
-def _manifest(engine: Answers, identity: str, client_state: Mapping[str, Any], *, frozen: bool) -> Manifest:
+def _manifest(
+    engine: Answers, identity: str, own: Mapping[str, Tensor], client_state: Mapping[str, Any], *, frozen: bool
+) -> Manifest:
     """Of the whole checkpoint, but for the tables that the ranks have yet to write."""
     names = names_of(engine.module)
     params: dict[str, Param] = {}
@@ -171,7 +174,7 @@ def _manifest(engine: Answers, identity: str, client_state: Mapping[str, Any], *
             for slot, updates in zip(segment.layout.slots, segment.states.steps, strict=True):
                 also = tuple(names[slot.name][1:])
                 params[slot.name] = Param(shape=slot.shape, trained=segment.trained, updates=updates, also=also)
-    for name, tensor in own_tensors(engine).items():
+    for name, tensor in own.items():
         params[name] = Param(shape=tuple(tensor.shape), trained=False)
-    state = _text_of_state(engine, client_state)
-    return Manifest(format=1, save=identity, step=engine.global_steps, tables=(), params=params, engine=state)
+    memory = memory_of(engine, client_state)
+    return Manifest(format=1, save=identity, step=engine.global_steps, tables=(), params=params, engine=memory)

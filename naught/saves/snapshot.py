@@ -15,9 +15,19 @@ from naught.devices import HostCopies, free_host_bytes
 from naught.errors import StorageError
 from naught.quantity import show_bytes
 
-__all__ = ["Kept", "Snapshot", "bytes_of"]
+__all__ = ["Kept", "Snapshot", "bytes_of", "refuse_too_large"]
 
 _BLOCK_BYTES = 16 << 20  # a power of two: pinned memory is handed out in those
+
+
+def refuse_too_large(nbytes: int) -> None:
+    """Copies of so many bytes must find room in this host's memory."""
+    free = free_host_bytes()
+    if nbytes > free:
+        raise StorageError(
+            f"saving beside training needs {show_bytes(nbytes)} of this host's memory, and {show_bytes(free)} are free",
+            fix="save with asynchronous=False",
+        )
 
 
 class Kept(NamedTuple):
@@ -48,21 +58,17 @@ class Snapshot:
     def __init__(self, kept: Sequence[Kept], device: torch.device) -> None:
         self.nbytes = sum(tensor.nbytes for tensor, _ in kept)
         self.settled = threading.Event()
-        self._refuse_too_large()
         self.host = HostCopies(device)
         pairs = [(block, private) for tensor, private in kept for block in _blocks(tensor)]
         self.waiting = [block if private else None for block, private in pairs]
         self.copies: deque[Tensor | None] = deque(None if private else self.host.copy(block) for block, private in pairs)
         self.host.follow()
 
-    def _refuse_too_large(self) -> None:
-        free = free_host_bytes()
-        if self.nbytes > free:
-            raise StorageError(
-                f"saving beside training needs {show_bytes(self.nbytes)} of host memory on this rank, and "
-                f"{show_bytes(free)} are free",
-                fix="save with asynchronous=False",
-            )
+    def let_go(self) -> None:
+        """It is written, or never will be: nobody waits for it any more, and its memory is free."""
+        self.waiting.clear()
+        self.copies.clear()
+        self.settled.set()
 
     def bytes(self) -> Iterator[memoryview]:
         """What a file holds; for the thread that writes it, and once: a copy is let go when it has been written."""

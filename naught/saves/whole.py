@@ -1,49 +1,65 @@
-"""Exporting: an engine's weights, whole, in host memory, gathered a unit at a time. For other programs, not for resuming."""
+"""Whole: an engine's weights, whole, in host memory, gathered a unit at a time. For other programs, not for resuming."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from naught.answers import Answers
-from naught.errors import StorageError
+from naught.checkpoints import Disk, header_of, write_shard
+from naught.saves.inventory import NAMES_BY_DTYPE
 from naught.saves.own_states import kept_buffers
+from naught.saves.snapshot import Kept, bytes_of
 
 __all__ = ["save_weights", "whole_state"]
 
 _LOG = logging.getLogger("naught")
 
 
-def whole_state(engine: Answers, *, frozen: bool = True, tied: bool = True) -> dict[str, Tensor]:
-    """The state dict of the module on every rank, as copies, in the order of the module. All ranks must call."""
+def whole_state(engine: Answers, *, frozen: bool = True, tied: bool = True, here: bool = True) -> dict[str, Tensor]:
+    """The state dict of the module, as copies, in the order of the module. All ranks must call; those that do not want it
+    here take part and get nothing."""
     engine.refuse_away()
     copies: dict[nn.Parameter, Tensor] = {}
     for unit in engine.schedule.units.values():
         params = [param for segment in unit.segments for param in segment.weights.params if segment.trained or frozen]
         if params:
             with engine.passes.lending(params):
-                copies |= {param: param.detach().to("cpu", copy=True) for param in params}
+                copies |= {param: param.detach().to("cpu", copy=True) for param in params if here}
     state = {name: copies[param] for name, param in engine.module.named_parameters(remove_duplicate=not tied) if param in copies}
-    return state | {name: buffer.detach().to("cpu", copy=True) for name, buffer in kept_buffers(engine).items()}
+    buffers = kept_buffers(engine) if here else {}
+    return state | {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
 
 
-def save_weights(engine: Answers, folder: str, filename: str, *, frozen: bool) -> str:
+def save_weights(engine: Answers, disk: Disk, folder: str, filename: str, *, frozen: bool) -> str:
     """Write whole weights, in the precision that modules compute with, to one safetensors file. Rank 0 writes."""
-    path = Path(folder) / filename
-    if path.suffix != ".safetensors":
-        path = path.with_suffix(".safetensors")
-        _LOG.info("weights are written as %s: %s would be a pickle", path.name, filename)
-    state = whole_state(engine, frozen=frozen, tied=False)
-    with engine.schedule.group.together():
-        if engine.schedule.group.rank == 0:
-            passing = path.with_name(f".tmp-{path.name}")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                save_file({name: tensor.contiguous() for name, tensor in state.items()}, passing, {"format": "pt"})
-                passing.rename(path)
-            except OSError as error:
-                raise StorageError(f"cannot write {path}: {error.strerror or error}", fix="look at the folder") from error
-    return str(path)
+    name = Path(filename).name
+    if not name.endswith(".safetensors"):
+        name = f"{Path(name).stem}.safetensors"
+        _LOG.info("weights are written as %s: %s would be a pickle", name, filename)
+    group = engine.schedule.group
+    state = whole_state(engine, frozen=frozen, tied=False, here=group.rank == 0)
+    with group.together():
+        if group.rank == 0:
+            _write(disk, folder, name, {name: tensor.contiguous() for name, tensor in state.items()})
+    return f"{folder}/{name}"
+
+
+def _write(disk: Disk, folder: str, name: str, state: dict[str, Tensor]) -> None:
+    """A file of this name is replaced at once, when the new one is on the disk."""
+    named = [(key, NAMES_BY_DTYPE[tensor.dtype], tuple(tensor.shape)) for key, tensor in state.items()]
+    header, entries = header_of(named, {"format": "pt"})
+    passing = f".tmp-{name}-{secrets.token_hex(8)}"
+    disk.ensure_folder(folder)
+    try:
+        data = bytes_of([Kept(tensor.reshape(-1), private=False) for tensor in state.values()])
+        write_shard(disk, f"{folder}/{passing}", header, data, entries[-1].stop if entries else len(header))
+        disk.rename(f"{folder}/{passing}", f"{folder}/{name}")
+    except BaseException:
+        if passing in disk.names(folder):
+            disk.remove(f"{folder}/{passing}")
+        raise
+    disk.sync_folder(folder)
