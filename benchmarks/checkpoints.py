@@ -4,7 +4,8 @@
 
 The disk's limit is measured in every round with as many processes and bytes as a save: the fastest of three plain ways to
 write (buffered; buffered with early write-back; around the page cache), synced, and one to read, from a cache that was
-dropped. Saves and loads are ratios to it. torch.save of the same tensors, synced, and torch.load stand beside.
+dropped. Saves and loads are ratios to it. torch.save of as many bytes in 12 tensors of the host, synced, and torch.load stand
+beside.
 
 The stall of an asynchronous save is how long training was held up: in the call, and before the next update. The slowdown is
 how much longer the steps took until it was over, which on a CPU is the cores that it shares with training.
@@ -145,6 +146,7 @@ class Bench:
         took = time.perf_counter() - start
         each = plain / count
         self.seconds["step"].append(slowest(each))
+        held.end()
         self.seconds["stall"].append(slowest(called + held.seconds))
         self.seconds["stall in the call"].append(slowest(called))
         self.seconds["slowdown"].append(slowest(took - steps * each))
@@ -212,7 +214,7 @@ class Held:
     """How long updates waited for a snapshot."""
 
     def __init__(self, engine: Any) -> None:
-        self.seconds = 0.0
+        self.seconds, self.background = 0.0, engine.background
         settle = engine.background.settle
 
         def timed() -> None:
@@ -221,6 +223,9 @@ class Held:
             self.seconds += time.perf_counter() - start
 
         engine.background.settle = timed
+
+    def end(self) -> None:
+        del self.background.settle  # the class's own is there again
 
 
 def meet() -> None:

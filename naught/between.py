@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,19 @@ class Between(Answers):
 
     # --- what is inside ---
 
-    @contextmanager
-    def gathered(self, params: Iterable[nn.Parameter] | None = None, *, writer: int | None = None) -> Iterator[None]:
+    def gathered(
+        self, params: Iterable[nn.Parameter] | None = None, *, writer: int | None = None
+    ) -> AbstractContextManager[None]:
         """While open, these parameters, or all, can be read and written. All ranks must open it, and write the same,
         unless one rank is the writer: then what that one writes is kept."""
         if self.destroyed:
-            yield
-            return
+            return nullcontext()
         self.refuse_away()
-        self.background.settle()
+        return self._lending(params, writer)
+
+    @contextmanager
+    def _lending(self, params: Iterable[nn.Parameter] | None, writer: int | None) -> Iterator[None]:
+        self.background.settle()  # when it is opened, which may be later
         with self.passes.lending(params, writer):
             yield
 
@@ -114,7 +118,7 @@ class Between(Answers):
             self.background.start(save)
         else:
             with ThreadPoolExecutor(2, "naught-writer") as threads:
-                write(save, self.schedule.group, bytes_of(save.kept), threads=threads)
+                write(save, self.schedule.group, lambda: bytes_of(save.kept), threads=threads)
         return True
 
     def wait_for_checkpoint(self) -> None:

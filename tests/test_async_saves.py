@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +14,7 @@ from faults import faults
 from menagerie import my_rank
 from test_resume import RECIPES, Reached, loads, make, reached
 from training import take_steps
+from workers import run_script
 
 from naught import utils
 from naught.checkpoints import RealDisk, Store
@@ -211,45 +208,18 @@ if sys.argv[2] == "gone":
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def run_script(folder: Path, how: str) -> list[tuple[int, str]]:
-    """Two processes that end right after they have begun to save."""
-    here = Path(__file__).parent
-    env = os.environ | {
-        "PYTHONPATH": f"{here}:{here.parent}:{os.environ.get('PYTHONPATH', '')}",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(folder), how],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    return [(rank.returncode, said) for rank in ranks for _, said in [rank.communicate(timeout=60)]]
-
-
 @pytest.mark.parametrize("how", ["fine", "gone"])
 def test_a_script_that_ends_while_it_saves_has_saved(tmp_path, how):
-    ended = run_script(tmp_path, how)
-    assert [code for code, _ in ended] == [0, 0], ended
+    ended = run_script(SCRIPT, str(tmp_path), how)
+    assert [code for code, *_ in ended] == [0, 0], ended
     store = Store(RealDisk(), str(tmp_path))
     store.verify(store.find("global_step1"))
 
 
 def test_a_script_that_ends_while_its_save_fails_says_so_and_ends_with_1(tmp_path):
-    ended = run_script(tmp_path, "broken")
-    assert [code for code, _ in ended] == [1, 1], ended
-    for _, said in ended:
+    ended = run_script(SCRIPT, str(tmp_path), "broken")
+    assert [code for code, *_ in ended] == [1, 1], ended
+    for *_, said in ended:
         assert "a checkpoint that was being saved when the script ended is not there: cannot" in said
     assert [path.name for path in tmp_path.iterdir()] == []
 

@@ -310,7 +310,7 @@ class FullDisk(RealDisk):
 
 def save_to(engine: Engine, store: Store) -> None:
     begun = begin(engine, store, None, {})
-    write(begun, engine.schedule.group, bytes_of(begun.kept))
+    write(begun, engine.schedule.group, lambda: bytes_of(begun.kept))
 
 
 def fills_up(folder: Path, at: int) -> tuple[str, list[str]]:
@@ -387,6 +387,7 @@ def test_buffers_of_every_kind_come_back(tmp_path, beside):
     engine = engine_of(Odd(), config_of(2))
     wanted = buffers_of(engine.module)
     engine.save_checkpoint(tmp_path, asynchronous=beside)
+    engine.wait_for_checkpoint()
     fresh = engine_of(Odd(), config_of(0))
     with torch.no_grad():
         for name, buffer in fresh.module.named_buffers():

@@ -9,6 +9,8 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -121,3 +123,26 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def run_script(script: str, *arguments: str, patience_s: float = 100, **variables: str) -> list[tuple[int, str, str]]:
+    """Two processes that meet as a launcher would have them, each with its status, output and errors."""
+    here = Path(__file__).parent
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    env |= {"PYTHONPATH": f"{here}:{here.parent}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+    env |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=patience_s) for rank in ranks]
+    return [(rank.returncode, said, errors) for rank, (said, errors) in zip(ranks, told, strict=True)]

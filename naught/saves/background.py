@@ -110,7 +110,7 @@ class _Running(threading.Thread):
         if not self.go.get():
             return
         try:
-            write(self.save, self.mail, self.snapshot.bytes())
+            write(self.save, self.mail, self.snapshot.bytes)
         except BaseException as error:
             _UNTOLD[self] = error
             _LOG.error("the checkpoint %s is not saved: %s", self.save.tag, error)

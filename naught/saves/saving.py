@@ -71,12 +71,13 @@ def begin(
     return save
 
 
-def write(save: Save, peers: Together, data: Iterable[memoryview], *, threads: Executor | None = None) -> None:
+def write(save: Save, peers: Together, data: Callable[[], Iterable[memoryview]], *, threads: Executor | None = None) -> None:
     """Write what this rank has; when all have, make it a checkpoint. An error is raised on every rank. Threads help where
     there are some; a script that ends cannot have new ones."""
     with undone_on_error(save, peers):
         with peers.together():
-            sealed = save.store.write_rank(save.folder, save.table, save.header, data, threads=threads)
+            blocks = data()
+            sealed = save.store.write_rank(save.folder, save.table, save.header, blocks, threads=threads)
         texts = peers.exchange_texts(sealed.model_dump_json())
         with peers.together():
             if peers.rank == 0:

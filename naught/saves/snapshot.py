@@ -71,8 +71,12 @@ class Snapshot:
         self.settled.set()
 
     def bytes(self) -> Iterator[memoryview]:
-        """What a file holds; for the thread that writes it, and once: a copy is let go when it has been written."""
+        """What a file holds; for the thread that writes it, and once: a copy is let go when it has been written. All of it is
+        copied first: somebody may be waiting to change it."""
         self._copy_the_rest()
+        return self._written_once()
+
+    def _written_once(self) -> Iterator[memoryview]:
         while self.copies:
             block = self.copies.popleft()
             assert block is not None
