@@ -457,6 +457,14 @@ def files_of_one(disk: MemoryDisk, name: str) -> Inode:
     return disk._file(f"{ROOT}/global_step2/{name}")
 
 
+def test_pieces_that_reach_into_each_other_are_refused():
+    pieces = (Piece(param="a", first=0, count=4, at=0), Piece(param="b", first=0, count=4, at=3))
+    run = Run.model_construct(kind="weights", dtype="F32", start=0, count=8, pieces=pieces)
+    table = Table.model_construct(format=1, save="0" * 32, rank=0, nbytes=32, checksums=(0,), runs=(run,))
+    with pytest.raises(CheckpointDamaged, match='a piece of "b" reaches into another'):
+        parse(Table, text_of(table), "rank-00000.json")
+
+
 def test_a_table_that_its_manifest_does_not_mean_is_refused():
     disk = fresh()
     save(disk, 2, ROOT)

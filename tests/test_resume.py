@@ -407,8 +407,10 @@ def test_a_type_that_cannot_be_saved_is_named(tmp_path):
 
 def damaged_buffer_on_one_rank(folder: Path) -> tuple[str, bool, list[float]]:
     engine = engine_of(Odd(), config_of(1))
+    engine.backward(engine(torch.ones(2, 4, device=DEVICE)))
+    engine.step()
     engine.save_checkpoint(folder)
-    path = folder / "global_step0" / "rank-00001.safetensors"
+    path = folder / "global_step1" / "rank-00001.safetensors"
     if my_rank() == 0:
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 2] ^= 4
@@ -423,6 +425,7 @@ def damaged_buffer_on_one_rank(folder: Path) -> tuple[str, bool, list[float]]:
         said = str(error)
     else:
         said = "nothing"
+    assert other.report()["live"].get("states", 0) == 0, "what was made for it is gone"
     loss = other(torch.ones(2, 4, device=DEVICE))
     other.backward(loss)
     return said, digest_of_weights(other) == before, [loss.item()]
