@@ -23,6 +23,7 @@ from faults import faults
 from naught.checkpoints import (
     CHUNK_BYTES,
     Disk,
+    Draft,
     Keep,
     Manifest,
     Param,
@@ -35,6 +36,9 @@ from naught.checkpoints import (
     Want,
     header_of,
     read_all,
+    remove,
+    retire,
+    sweep,
     write_shard,
 )
 from naught.checkpoints.manifest import parse, text_of
@@ -53,9 +57,10 @@ def save(disk: Disk, step: int, root: str = "r") -> None:
     """Three ranks save four parameters of ten elements, each rank a stretch of them as they lie in one flat."""
     store = Store(disk, root)
     tag, identity = f"global_step{step}", f"{step:032x}"
-    folder = store.begin(tag, identity)
-    sealed = [store.write_rank(folder, *contents(step, identity, rank)) for rank in range(WORLD)]
-    store.commit(folder, tag, manifest_of(step, identity, sealed))
+    draft = Draft(store, tag, identity)
+    draft.begin(0)
+    sealed = [draft.write_rank(*contents(step, identity, rank)) for rank in range(WORLD)]
+    draft.commit(manifest_of(step, identity, sealed))
 
 
 def contents(step: int, identity: str, rank: int) -> tuple[Table, bytes, list[bytes]]:
@@ -124,7 +129,7 @@ def test_what_is_saved_is_found_listed_verified_and_read(tmp_path):
         store.verify(saved)
         assert read(store, saved.tag) == wanted(saved.manifest.step)
         assert saved.manifest.engine == {"samples": 7 * saved.manifest.step}
-    store.remove("global_step2")
+    remove(store, "global_step2")
     assert [saved.tag for saved in store.all()] == ["global_step1", "global_step10"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "global_step10"]
 
@@ -154,7 +159,7 @@ def test_files_are_private_and_a_tag_is_never_overwritten(tmp_path):
 @pytest.mark.parametrize("tag", ["", ".hidden", "../up", "a/b", "a" * 121, "a\0b", "ä"])
 def test_a_tag_cannot_lead_elsewhere(tag, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be a tag"):
-        Store(RealDisk(), str(tmp_path)).begin(tag, "0" * 32)
+        Draft(Store(RealDisk(), str(tmp_path)), tag, "0" * 32).begin(0)
 
 
 def test_what_is_not_there_is_said_with_what_is(tmp_path):
@@ -171,15 +176,16 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path):
 
 def test_large_shards_have_a_checksum_for_every_chunk(tmp_path):
     store, identity = Store(RealDisk(), str(tmp_path)), "a" * 32
-    folder = store.begin("big", identity)
+    draft = Draft(store, "big", identity)
+    draft.begin(0)
     count = 3 * CHUNK_BYTES // 4
     header, (entry,) = header_of([("weights", "F32", (count,))], {})
     run = Run(kind="weights", dtype="F32", start=entry.start, count=count, pieces=(Piece(param="p", first=0, count=count, at=0),))
     table = Table.model_construct(format=1, save=identity, rank=0, nbytes=entry.stop, checksums=(), runs=(run,))
     data = random.Random(0).randbytes(4 * count)
-    sealed = store.write_rank(folder, table, header, [data[: CHUNK_BYTES + 5], data[CHUNK_BYTES + 5 :]])
+    sealed = draft.write_rank(table, header, [data[: CHUNK_BYTES + 5], data[CHUNK_BYTES + 5 :]])
     params = {"p": Param(shape=(count,), trained=True)}
-    store.commit(folder, "big", Manifest(format=1, save=identity, step=1, tables=(sealed,), params=params, engine={}))
+    draft.commit(Manifest(format=1, save=identity, step=1, tables=(sealed,), params=params, engine={}))
     saved = store.find("big")
     file = store.shard(saved, store.table(saved, 0))
     assert len(file.shard.checksums) == 4
@@ -211,7 +217,7 @@ def test_the_last_ones_and_every_nth_stay(keep, left):
     disk = fresh()
     for step in range(1, 7):
         save(disk, step, ROOT)
-        Store(disk, ROOT).retire(step, keep)
+        retire(Store(disk, ROOT), step, keep)
     assert steps_of(disk) == left
 
 
@@ -220,16 +226,17 @@ def test_what_somebody_has_named_and_what_is_newer_stays(tmp_path):
         save(RealDisk(), step, str(tmp_path))
     (tmp_path / "global_step1").rename(tmp_path / "best")
     store = Store(RealDisk(), str(tmp_path))
-    assert store.retire(3, Keep(last=1)) == ["global_step2"]
+    assert retire(store, 3, Keep(last=1)) == ["global_step2"]
     assert sorted(saved.tag for saved in store.all()) == ["best", "global_step3", "global_step9"]
 
 
 def test_what_a_living_process_writes_is_not_swept_away(tmp_path):
     ours, other = Store(RealDisk(), str(tmp_path)), Store(RealDisk(), str(tmp_path))
-    folder = ours.begin("t", "0" * 32)
-    assert other.sweep() == []
-    ours._let_go()  # as the system does when the process dies
-    assert other.sweep() == [folder]
+    draft = Draft(ours, "t", "0" * 32)
+    draft.begin(0)
+    assert sweep(other) == []
+    draft.let_go()  # as the system does when the process dies
+    assert sweep(other) == [draft.folder]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -300,7 +307,7 @@ def test_an_error_at_any_call_is_told_and_the_last_checkpoint_stays():
         disk.stop_at = None
         assert steps_of(disk) == [1]
         assert read(Store(disk, ROOT), "global_step1") == wanted(1)
-        Store(disk, ROOT).sweep()
+        sweep(Store(disk, ROOT))
         assert not [name for name in disk.names(ROOT) if name.startswith(".")]
         save(disk, 3, ROOT)
         assert steps_of(disk)[-1] == 3
@@ -333,18 +340,18 @@ def test_power_that_fails_at_any_call_of_a_save_leaves_whole_checkpoints_only():
         for saved in store.all():
             store.verify(saved)
             assert read(store, saved.tag) == wanted(saved.manifest.step)
-        store.sweep()
+        sweep(store)
         assert all(not name.startswith(".") for name in left.names(ROOT))
     assert listed_new, "after its last call it is there"
 
 
 def test_power_that_fails_while_one_is_removed_leaves_the_others_and_no_half():
-    for left, _ in crashes(lambda disk: Store(disk, ROOT).remove("global_step1"), 2000 if SOAK else 100):
+    for left, _ in crashes(lambda disk: remove(Store(disk, ROOT), "global_step1"), 2000 if SOAK else 100):
         store, listed = Store(left, ROOT), steps_of(left)
         assert listed in ([1, 2], [2])
         for saved in store.all():
             store.verify(saved)
-        store.sweep()
+        sweep(store)
         assert left.names(ROOT) == [f"global_step{step}" for step in listed]
 
 
@@ -522,7 +529,7 @@ def test_a_new_folder_is_on_the_disk_with_all_around_it(tmp_path):
 def test_what_is_no_folder_does_not_stop_the_sweeping(tmp_path):
     (tmp_path / ".tmp-model.safetensors").write_bytes(b"somebody else's")
     (tmp_path / ".tmp-old-0").mkdir()
-    assert Store(RealDisk(), str(tmp_path)).sweep() == [".tmp-old-0"]
+    assert sweep(Store(RealDisk(), str(tmp_path))) == [".tmp-old-0"]
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -564,9 +571,10 @@ def test_a_write_that_fails_leaves_no_open_file(tmp_path):
         raise RuntimeError("the tensor is gone")
 
     store = Store(RealDisk(), str(tmp_path))
-    folder = store.begin("t", "0" * 32)
+    draft = Draft(store, "t", "0" * 32)
+    draft.begin(0)
     table, header, _ = contents(1, "0" * 32, 0)
     with pytest.raises(RuntimeError, match="the tensor is gone"):
-        store.write_rank(folder, table, header, broken())
-    store.abandon(folder)
+        draft.write_rank(table, header, broken())
+    draft.abandon()
     assert len(list(Path("/proc/self/fd").iterdir())) == before

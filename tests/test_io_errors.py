@@ -12,7 +12,7 @@ from menagerie import my_rank
 from test_parity import SOAK
 from training import start, take_steps
 
-from naught.checkpoints import RealDisk, Store
+from naught.checkpoints import RealDisk, Store, remove
 from naught.engine import Engine
 from naught.errors import NaughtError
 
@@ -50,7 +50,7 @@ def fails_at_every_call(folder: Path, victim: int, what: str, stride: int, *, be
     for at in range(0, len(calls), stride):
         engine.schedule.group.meet()
         if my_rank() == 0:
-            Store(RealDisk(), str(folder)).remove("global_step2")
+            remove(Store(RealDisk(), str(folder)), "global_step2")
         engine.schedule.group.meet()
         said = ""
         with faults(str(folder), at if my_rank() == victim else None, what):

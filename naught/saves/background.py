@@ -102,7 +102,7 @@ class _Running(threading.Thread):
     """The thread of a save. A script that ends waits for it."""
 
     def __init__(self, save: Save, snapshot: Snapshot, mail: Mail) -> None:
-        super().__init__(name=f"naught-save-{save.tag}")
+        super().__init__(name=f"naught-save-{save.draft.tag}")
         self.save, self.snapshot, self.mail = save, snapshot, mail
         self.go: SimpleQueue[bool] = SimpleQueue()  # whether all ranks have such a thread
 
@@ -113,7 +113,7 @@ class _Running(threading.Thread):
             write(self.save, self.mail, self.snapshot.bytes)
         except BaseException as error:
             _UNTOLD[self] = error
-            _LOG.error("the checkpoint %s is not saved: %s", self.save.tag, error)
+            _LOG.error("the checkpoint %s is not saved: %s", self.save.draft.tag, error)
         finally:
             self.snapshot.let_go()
             self.mail.farewell()

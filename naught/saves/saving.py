@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from naught.answers import Answers
-from naught.checkpoints import Keep, Manifest, Param, Piece, Run, Sealed, Store, Table, header_of, tag_of
+from naught.checkpoints import Draft, Keep, Manifest, Param, Piece, Run, Sealed, Store, Table, header_of, retire, sweep, tag_of
 from naught.comm import Together
 from naught.errors import CheckpointError, NaughtError, RankMismatch, UsageError
 from naught.saves.inventory import NAMES_BY_DTYPE, names_of, stretches
@@ -31,18 +31,13 @@ _LEFT = "files that no checkpoint needs are left behind"
 class Save(NamedTuple):
     """A save that has begun: all ranks have agreed on it, and there is a folder to write to."""
 
-    store: Store
-    tag: str
+    draft: Draft
     manifest: Manifest  # but for the tables
     table: Table  # of this rank, but for the checksums
     header: bytes
     kept: Sequence[Kept]  # what follows the header
     keep: Keep
     points: bool  # a text at it
-
-    @property
-    def folder(self) -> str:
-        return self.store.folder(self.tag, self.manifest.save)
 
 
 def begin(
@@ -61,13 +56,13 @@ def begin(
         manifest = _manifest(engine, identity, own, client_state, frozen=frozen)
         table, header, kept = _contents(engine, identity, own, frozen=frozen)
     settings = engine.settings.naught
-    save = Save(store, tag, manifest, table, header, kept, Keep(settings.keep_last, settings.keep_every), points)
+    draft = Draft(store, tag, identity)
+    save = Save(draft, manifest, table, header, kept, Keep(settings.keep_last, settings.keep_every), points)
     needed = int(group.exchange(torch.tensor([table.nbytes])).sum())
     with undone_on_error(save, group), group.together():
         if group.rank == 0:
-            store.make_room(needed)
-            _warn_if_not(store.sweep, _LEFT)
-            store.begin(tag, identity)
+            draft.begin(needed)
+            _warn_if_not(lambda: sweep(store), _LEFT)
     return save
 
 
@@ -77,16 +72,16 @@ def write(save: Save, peers: Together, data: Callable[[], Iterable[memoryview]],
     with undone_on_error(save, peers):
         with peers.together():
             blocks = data()
-            sealed = save.store.write_rank(save.folder, save.table, save.header, blocks, threads=threads)
+            sealed = save.draft.write_rank(save.table, save.header, blocks, threads=threads)
         texts = peers.exchange_texts(sealed.model_dump_json())
         with peers.together():
             if peers.rank == 0:
                 tables = tuple(Sealed.model_validate_json(text) for text in texts)
-                save.store.commit(save.folder, save.tag, save.manifest.model_copy(update={"tables": tables}))
+                save.draft.commit(save.manifest.model_copy(update={"tables": tables}))
     if peers.rank == 0 and save.points:
-        _warn_if_not(lambda: save.store.point(save.tag, save.manifest.save), "the text latest is not written")
+        _warn_if_not(save.draft.point, "the text latest is not written")
     if peers.rank == 0 and not save.keep.all:
-        _warn_if_not(lambda: save.store.retire(save.manifest.step, save.keep), _LEFT)
+        _warn_if_not(lambda: retire(save.draft.store, save.manifest.step, save.keep), _LEFT)
 
 
 @contextmanager
@@ -96,7 +91,7 @@ def undone_on_error(save: Save, peers: Together) -> Iterator[None]:
         yield
     except Exception:
         if peers.rank == 0:
-            _warn_if_not(lambda: save.store.abandon(save.folder), _LEFT)
+            _warn_if_not(save.draft.abandon, _LEFT)
         peers.meet()
         raise
 
