@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from naught.answers import Answers
-from naught.checkpoints import RealDisk, Store
+from naught.checkpoints import RealDisk, Store, tag_of
 from naught.data import Loader, loader_of
 from naught.errors import UsageError
 from naught.norms import norms_by_name
@@ -19,7 +19,7 @@ from naught.parking import Parking
 from naught.saves.background import Background
 from naught.saves.importing import import_weights
 from naught.saves.loading import Wanted, load
-from naught.saves.saving import begin, write
+from naught.saves.saving import Asked, begin, write
 from naught.saves.snapshot import bytes_of
 from naught.saves.whole import save_weights, whole_state
 
@@ -112,13 +112,18 @@ class Between(Answers):
         """
         self.background.wait()
         store = Store(RealDisk(), str(save_dir))
-        beside = self.settings.naught.async_save if asynchronous is None else asynchronous
-        save = begin(self, store, tag, client_state or {}, points=save_latest, frozen=not exclude_frozen_parameters)
-        if beside:
+        asked = Asked(
+            tag=tag_of(self.global_steps) if tag is None else str(tag),
+            points=save_latest,
+            frozen=not exclude_frozen_parameters,
+            beside=self.settings.naught.async_save if asynchronous is None else asynchronous,
+        )
+        save = begin(self, store, asked, client_state or {})
+        if asked.beside:
             self.background.start(save)
         else:
             with ThreadPoolExecutor(2, "naught-writer") as threads:
-                write(save, self.schedule.group, lambda: bytes_of(save.kept), threads=threads)
+                write(save, self.schedule.group, lambda: bytes_of(save.tensors), threads=threads)
         return True
 
     def wait_for_checkpoint(self) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 from faults import faults
 from menagerie import my_rank
-from test_parity import SOAK
 from training import start, take_steps
 
 from naught.checkpoints import RealDisk, Store, remove
@@ -37,7 +36,7 @@ def steps_listed(folder: Path) -> list[int]:
     return [saved.manifest.step for saved in Store(RealDisk(), str(folder)).all()]
 
 
-def fails_at_every_call(folder: Path, victim: int, what: str, stride: int, *, beside: bool) -> tuple[list[Told], int]:
+def fails_at_every_call(folder: Path, victim: int, what: str, *, beside: bool) -> tuple[list[Told], int]:
     """Also how many calls there are."""
     engine = start(2, "tied")
     take_steps(engine, 1)
@@ -47,7 +46,7 @@ def fails_at_every_call(folder: Path, victim: int, what: str, stride: int, *, be
     with faults(str(folder)) as rehearsal:
         save(engine, folder, beside=beside)
     calls = engine.schedule.group.exchange_texts(",".join(rehearsal.calls))[victim].split(",")
-    for at in range(0, len(calls), stride):
+    for at in range(len(calls)):
         engine.schedule.group.meet()
         if my_rank() == 0:
             remove(Store(RealDisk(), str(folder)), "global_step2")
@@ -80,8 +79,7 @@ def first_words(said: str) -> str:
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("what", ["EIO", "ENOSPC", "short"])
 def test_a_disk_that_fails_at_any_call_is_told_on_every_rank(two, tmp_path, victim, what, beside):
-    stride = 1 if SOAK or what == "EIO" else 3
-    (ours, calls), (theirs, _) = two.run(fails_at_every_call, tmp_path, victim, what, stride, beside=beside)
+    (ours, calls), (theirs, _) = two.run(fails_at_every_call, tmp_path, victim, what, beside=beside)
     assert calls > 5
     failed = 0
     for one, other in zip(ours, theirs, strict=True):

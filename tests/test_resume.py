@@ -22,7 +22,7 @@ from naught.checkpoints import RealDisk, Store
 from naught.cli import main
 from naught.engine import Engine
 from naught.errors import CheckpointDamaged, CheckpointError, NaughtError, StorageError, UsageError
-from naught.saves.saving import begin, write
+from naught.saves.saving import Asked, begin, write
 from naught.saves.snapshot import bytes_of
 from naught.start import initialize
 
@@ -271,6 +271,10 @@ def one_rank_fails(folder: Path, what: str) -> tuple[str, list[str], str, list[f
                 path.write_bytes(raw)
             torch.distributed.barrier()
             engine.load_checkpoint(folder)
+        elif what == "beside":
+            engine.save_checkpoint(folder, asynchronous=my_rank() == 1)
+        elif what == "other tag":
+            engine.load_checkpoint(folder, tag=f"a{my_rank()}")
         else:
             engine.save_checkpoint(folder, client_state={"fine": my_rank} if my_rank() == 1 else {})
     except NaughtError as error:
@@ -284,9 +288,11 @@ def one_rank_fails(folder: Path, what: str) -> tuple[str, list[str], str, list[f
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("tag", "different tags: by0, by1"),
+        ("tag", "different saves: tag is by0, by1"),
         ("damage", "rank-00001.safetensors is damaged"),
         ("client", "cannot be written as JSON"),
+        ("beside", "different saves: beside is False, True"),
+        ("other tag", "want to load different tags: a0, a1"),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(two, tmp_path, what, words):
@@ -309,8 +315,8 @@ class FullDisk(RealDisk):
 
 
 def save_to(engine: Engine, store: Store) -> None:
-    begun = begin(engine, store, None, {})
-    write(begun, engine.schedule.group, lambda: bytes_of(begun.kept))
+    begun = begin(engine, store, Asked(f"global_step{engine.global_steps}"), {})
+    write(begun, engine.schedule.group, lambda: bytes_of(begun.tensors))
 
 
 def fills_up(folder: Path, at: int) -> tuple[str, list[str]]:
@@ -396,6 +402,12 @@ def test_buffers_of_every_kind_come_back(tmp_path, beside):
     fresh.module.spread = torch.zeros(1, device=DEVICE).expand(4)
     fresh.load_checkpoint(tmp_path)
     assert buffers_of(fresh.module) == wanted
+    engine.save_16bit_model(tmp_path / "whole")
+    other = engine_of(Odd(), config_of(3))
+    other.module.strided.zero_()
+    other.module.spread = torch.zeros(1, device=DEVICE).expand(4)
+    other.load_weights(tmp_path / "whole")
+    assert buffers_of(other.module) == wanted
 
 
 def test_a_type_that_cannot_be_saved_is_named(tmp_path):

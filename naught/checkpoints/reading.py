@@ -57,17 +57,17 @@ def read_all(files: Sequence[Source], wants: Sequence[Want]) -> Iterator[Got]:
     Threads read and check a few blocks ahead.
     """
     blocks = iter(_blocks(wants))
-    rooms = [memoryview(bytearray(_BLOCK_BYTES + CHUNK_BYTES)) for _ in range(_AHEAD)]
     with ThreadPoolExecutor(_AHEAD, "naught-reader") as readers:
         under_way: deque[tuple[_Block, memoryview, Future[memoryview]]] = deque()
 
-        def go_on(room: memoryview) -> None:
+        def go_on(room: memoryview | None) -> None:
             block = next(blocks, None)
             if block is not None:
+                room = memoryview(bytearray(_BLOCK_BYTES + CHUNK_BYTES)) if room is None else room
                 under_way.append((block, room, readers.submit(files[block.file].read, block.start, block.stop, room)))
 
-        for room in rooms:
-            go_on(room)
+        for _ in range(_AHEAD):
+            go_on(None)
         while under_way:
             block, room, reading = under_way.popleft()
             found = reading.result()

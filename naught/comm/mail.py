@@ -19,7 +19,8 @@ __all__ = ["Mail"]
 
 _LOG = logging.getLogger("naught")
 _LEAST_NAP_S, _LONGEST_NAP_S = 0.002, 0.1
-_FAREWELL_S, _AFTER_A_FAILURE_S = 60.0, 5.0  # that a script which has failed waits for peers that may have died
+_FAREWELL_S = 60.0  # for peers that have only to read what was said
+_AFTER_A_FAILURE_S = 5.0  # that a script which has failed waits for peers that may have died
 
 
 class Mail(Together):

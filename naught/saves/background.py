@@ -50,11 +50,11 @@ class Background:
 
     def _begin(self, save: Save) -> _Running:
         with undone_on_error(save, self.group):
-            here = self._bytes_on_this_host(sum(tensor.nbytes for tensor, _ in save.kept))
+            here = self._bytes_on_this_host(sum(tensor.nbytes for tensor, _ in save.tensors))
             with self.group.together():
                 refuse_too_large(here)
                 mail = Mail(self.group.rank, self.group.size, name=save.manifest.save, patience_s=_PATIENCE_S)
-                return _Running(save, Snapshot(save.kept, self.device), mail)
+                return _Running(save, Snapshot(save.tensors, self.device), mail)
 
     def _bytes_on_this_host(self, nbytes: int) -> int:
         """Of the snapshots of all ranks that share its memory."""

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from naught.answers import Answers
 from naught.checkpoints import Disk, Located, WeightsFile
 from naught.errors import CheckpointError
 from naught.saves.inventory import DTYPES_BY_NAME, WEIGHTS, names_of, refuse_differences, shapes_of, stretches
-from naught.saves.own_states import kept_buffers
+from naught.saves.own_states import BUFFER, kept_buffers, put_own
 from naught.saves.places import Places, unusable_on_error, weights_written
 
 __all__ = ["import_weights"]
@@ -80,8 +81,8 @@ class _Reading:
         self.entries = {name: (at, entry) for at, file in enumerate(files) for name, entry in file.entries.items()}
         names = {name: self._name_in_files(also) for name, also in names_of(engine.module).items()}
         shapes = {names[name]: shape for name, shape in shapes_of(engine).items() if name in names}
-        self.buffers = kept_buffers(engine)
-        shapes |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
+        buffers = kept_buffers(engine)
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         other_names = {name for also in names_of(engine.module).values() for name in also}
         theirs = {name: entry.shape for name, (_, entry) in self.entries.items() if name in shapes or name not in other_names}
         refuse_differences(shapes, theirs, strict=strict)
@@ -89,8 +90,12 @@ class _Reading:
         for kind, _, tensor, pieces in stretches(engine, share=False):
             for piece in pieces if kind == WEIGHTS else ():
                 self._add(names[piece.param], tensor[piece.at : piece.at + piece.count], piece.first)
-        for name, buffer in self.buffers.items():
-            self._add(name, buffer.reshape(-1), 0)
+        # Filled by themselves: a buffer may be a view that cannot be, piece by piece.
+        self.buffers = {
+            name: torch.empty(buffer.numel(), dtype=buffer.dtype) for name, buffer in buffers.items() if name in self.entries
+        }
+        for name, values in self.buffers.items():
+            self._add(name, values, 0)
 
     def _name_in_files(self, names: Sequence[str]) -> str:
         """A tied parameter has several names, and the files may have it under any."""
@@ -106,3 +111,4 @@ class _Reading:
 
     def copy(self) -> None:
         self.places.fill(self.files)
+        put_own(self.engine, {f"{BUFFER}{name}": buffer for name, buffer in self.buffers.items()}, random_too=False)

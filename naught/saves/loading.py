@@ -1,19 +1,20 @@
 """Loading: a checkpoint becomes an engine's training, whatever world, stage and precision wrote it. All ranks, or none.
 
-Everything is read and checked first, and only then, when all ranks have agreed, read again into place: a rank reads no more
-than the bytes that it keeps.
+Everything is read and checked first. States that were not there before are filled at once; what would be overwritten is read
+again into place when all ranks have agreed. A rank reads no more than the bytes that it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from naught.answers import Answers
-from naught.checkpoints import Located, Saved, Store, Table, locate
+from naught.checkpoints import Manifest, Store, Table
 from naught.errors import CheckpointError, RankMismatch
+from naught.saves.contents import Contents
 from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches
 from naught.saves.memory import Memory, recall, recall_rates, refuse_other_rates
 from naught.saves.numbers import number_of
@@ -47,12 +48,11 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
         chosen = tags[0] or (store.newest().tag if group.rank == 0 else "")
     chosen = group.exchange_texts(chosen)[0]
     with group.together():
-        saved = store.find(chosen)
-        reading = _Reading(engine, store, saved, wanted)
+        reading = _Reading(engine, Contents(store, store.find(chosen)), wanted)
     try:
         with group.together():
             reading.check()
-        _refuse_different(group.exchange_texts(saved.manifest.save), chosen)
+        _refuse_different(group.exchange_texts(reading.manifest.save), chosen)
     except Exception:
         reading.undo()
         raise
@@ -72,18 +72,21 @@ def _refuse_different(identities: Sequence[str], tag: str) -> None:
 class _Reading:
     """One rank's way through a checkpoint: which bytes it needs, and where they belong."""
 
-    def __init__(self, engine: Answers, store: Store, saved: Saved, wanted: Wanted) -> None:
-        self.engine, self.saved, self.wanted = engine, saved, wanted
-        self.tables = [store.table(saved, rank) for rank in range(saved.manifest.world)]
-        self.files = [store.shard(saved, table) for table in self.tables]
-        self.with_optimizer = wanted.optimizer and not wanted.module_only and engine.optimizer is not None
-        theirs = {name: param.shape for name, param in saved.manifest.params.items() if not name.startswith(RANDOM)}
-        refuse_differences(shapes_of(engine) | buffer_shapes(engine), theirs, strict=wanted.strict)
+    def __init__(self, engine: Answers, contents: Contents, wanted: Wanted) -> None:
+        self.engine, self.contents, self.wanted = engine, contents, wanted
         self.made: list[tuple[States, set[str]]] = []  # moments that were not there before
         self.places, self.new_places = Places(), Places()
         self.blanks: list[tuple[Tensor, float]] = []  # states that no update has touched, and what they start from
-        self.memory = Memory.of(saved.manifest.engine, saved.tag)
+        self.memory = Memory.of(contents.saved.manifest.engine, contents.saved.tag)
         self.own: dict[str, Tensor] = {}  # what a rank had for itself
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.contents.saved.manifest
+
+    @property
+    def with_optimizer(self) -> bool:
+        return self.wanted.optimizer and not self.wanted.module_only and self.engine.optimizer is not None
 
     @property
     def with_rates(self) -> bool:
@@ -91,21 +94,22 @@ class _Reading:
 
     def check(self) -> None:
         """Find every byte that this rank needs, and see that it is what was written. What was not there before is filled."""
-        located = locate(self.tables)
+        theirs = {name: param.shape for name, param in self.manifest.params.items() if not name.startswith(RANDOM)}
+        refuse_differences(shapes_of(self.engine) | buffer_shapes(self.engine), theirs, strict=self.wanted.strict)
         if self.with_rates:
             refuse_other_rates(self.engine, self.memory)
         if self.with_optimizer:
-            self._refuse_other_states({kind for kind, _ in located} - {WEIGHTS, OWN})
+            self._refuse_other_states({kind for kind, _ in self.contents.located} - {WEIGHTS, OWN})
             self._make_moments()
         self._read_own()
-        self._find_places(located)
-        self.places.check(self.files)
-        self.new_places.fill(self.files)
+        self._find_places()
+        self.places.check(self.contents.files)
+        self.new_places.fill(self.contents.files)
 
     def copy(self) -> None:
         for target, start in self.blanks:
             target.fill_(start)
-        self.places.fill(self.files)
+        self.places.fill(self.contents.files)
 
     def undo(self) -> None:
         """Nothing has been loaded: what was made for it goes."""
@@ -118,7 +122,7 @@ class _Reading:
         how = Updating(self.engine.optimizer.rule, self.engine.optimizer.param_groups, 0)
         for unit in self.engine.schedule.units.values():
             for segment in unit.trained:
-                known = (self.saved.manifest.params.get(slot.name) for slot in segment.layout.slots)
+                known = (self.manifest.params.get(slot.name) for slot in segment.layout.slots)
                 if any(param is not None and param.updates for param in known):
                     before = set(segment.states.moments)
                     segment.states.prepare(how, segment.target)
@@ -130,7 +134,7 @@ class _Reading:
         ours = {name for hyper in self.engine.optimizer.param_groups for name in rule.states(hyper)}
         if theirs - ours:
             raise CheckpointError(
-                f"{self.saved.tag} is of another optimizer: it has {', '.join(sorted(theirs - ours))}",
+                f"{self.contents.saved.tag} is of another optimizer: it has {', '.join(sorted(theirs - ours))}",
                 fix="use the optimizer that was saved; load_optimizer_states=False takes the weights only",
             )
 
@@ -138,22 +142,22 @@ class _Reading:
         """This rank's, if there are as many ranks as there were, else the first one's."""
         rank = self.engine.schedule.group.rank if self.same_world else 0
         numels = {name: tensor.numel() for name, tensor in own_tensors(self.engine).items()}
-        for run in self.tables[rank].runs:
+        for run in self.contents.tables[rank].runs:
             name = run.pieces[0].param if run.kind == OWN and len(run.pieces) == 1 else ""
             if numels.get(name) == run.count:  # else it is of another torch's source of random numbers, or nobody's
-                self.own[name] = tensor_of(self.files[rank].read(run.start, run.stop), run.dtype)
+                self.own[name] = tensor_of(self.contents.files[rank].read(run.start, run.stop), run.dtype)
 
     @property
     def same_world(self) -> bool:
-        return self.saved.manifest.world == self.engine.schedule.group.size
+        return self.manifest.world == self.engine.schedule.group.size
 
-    def _find_places(self, located: Mapping[tuple[str, str], Sequence[Located]]) -> None:
+    def _find_places(self) -> None:
         made = {(id(states), name) for states, names in self.made for name in names}
         for kind, segment, tensor, pieces in stretches(self.engine, share=False):
             if kind != WEIGHTS and not self.with_optimizer:
                 continue
             for piece in pieces:
-                param = self.saved.manifest.params.get(piece.param)
+                param = self.manifest.params.get(piece.param)
                 if param is None:
                     continue  # the model has more than the checkpoint, and was told not to mind
                 target = tensor[piece.at : piece.at + piece.count]
@@ -161,9 +165,9 @@ class _Reading:
                     self.blanks.append((target, self._start(segment, piece.param, kind)))
                     continue
                 places = self.new_places if (id(segment.states), kind) in made else self.places
-                if not places.add(target, piece.first, located.get((kind, piece.param), ())):
+                if not places.add(target, piece.first, self.contents.located.get((kind, piece.param), ())):
                     raise CheckpointError(
-                        f'{self.saved.tag} does not have all of "{piece.param}" ({kind})',
+                        f'{self.contents.saved.tag} does not have all of "{piece.param}" ({kind})',
                         fix="load_optimizer_states=False takes the weights only; or use the optimizer that was saved",
                     )
 
@@ -176,12 +180,12 @@ class _Reading:
 
 def _finish(engine: Answers, reading: _Reading) -> None:
     """Counters go on, and what every rank has for itself."""
-    wanted, params = reading.wanted, reading.saved.manifest.params
+    wanted, params = reading.wanted, reading.manifest.params
     for segment in (segment for unit in engine.schedule.units.values() for segment in unit.trained):
         if reading.with_optimizer:
             names = [slot.name for slot in segment.layout.slots]
             segment.states.steps = [params[name].updates if name in params else 0 for name in names]
-            segment.states.numbers = [_numbers(reading.tables, name, engine) for name in names]
+            segment.states.numbers = [_numbers(reading.contents.tables, name, engine) for name in names]
     put_own(engine, reading.own, random_too=reading.same_world and not wanted.module_only)
     if not wanted.module_only:
         recall(engine, reading.memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from naught.answers import Answers
-from naught.checkpoints import Draft, Keep, Manifest, Param, Piece, Run, Sealed, Store, Table, header_of, retire, sweep, tag_of
+from naught.checkpoints import Draft, Keep, Manifest, Param, Piece, Run, Sealed, Store, Table, header_of, retire, sweep
 from naught.comm import Together
 from naught.errors import CheckpointError, NaughtError, RankMismatch, UsageError
 from naught.saves.inventory import NAMES_BY_DTYPE, names_of, stretches
@@ -22,7 +23,7 @@ from naught.saves.numbers import told
 from naught.saves.own_states import OWN, own_tensors
 from naught.saves.snapshot import Kept
 
-__all__ = ["Save", "begin", "undone_on_error", "write"]
+__all__ = ["Asked", "Save", "begin", "undone_on_error", "write"]
 
 _LOG = logging.getLogger("naught")
 _LEFT = "files that no checkpoint needs are left behind"
@@ -35,29 +36,33 @@ class Save(NamedTuple):
     manifest: Manifest  # but for the tables
     table: Table  # of this rank, but for the checksums
     header: bytes
-    kept: Sequence[Kept]  # what follows the header
-    keep: Keep
+    tensors: Sequence[Kept]  # what follows the header
+    stays: Keep  # of the older ones
     points: bool  # a text at it
 
 
-def begin(
-    engine: Answers, store: Store, tag: str | None, client_state: Mapping[str, Any], *, points: bool = True, frozen: bool = True
-) -> Save:
+class Asked(NamedTuple):
+    """What is asked of a save. All ranks ask for the same."""
+
+    tag: str
+    points: bool = True  # a text at it
+    frozen: bool = True  # parameters, too
+    beside: bool = False  # training
+
+
+def begin(engine: Answers, store: Store, asked: Asked, client_state: Mapping[str, Any]) -> Save:
     """Begin to save between two steps. An error is raised on every rank, and then nothing has begun."""
     group = engine.schedule.group
-    tag = tag_of(engine.global_steps) if tag is None else str(tag)
-    tags = group.exchange_texts(tag)
-    if len(set(tags)) > 1:
-        raise RankMismatch(f"the ranks want to save under different tags: {', '.join(sorted(set(tags)))}", fix="agree on one")
+    _refuse_disagreement(group.exchange_texts(json.dumps(asked)))
     identity = group.exchange_texts(secrets.token_hex(16))[0]
     with group.together():
         _refuse_now(engine)
         own = own_tensors(engine)
-        manifest = _manifest(engine, identity, own, client_state, frozen=frozen)
-        table, header, kept = _contents(engine, identity, own, frozen=frozen)
+        manifest = _manifest(engine, identity, own, client_state, frozen=asked.frozen)
+        table, header, tensors = _contents(engine, identity, own, frozen=asked.frozen)
     settings = engine.settings.naught
-    draft = Draft(store, tag, identity)
-    save = Save(draft, manifest, table, header, kept, Keep(settings.keep_last, settings.keep_every), points)
+    draft = Draft(store, asked.tag, identity)
+    save = Save(draft, manifest, table, header, tensors, Keep(settings.keep_last, settings.keep_every), asked.points)
     needed = int(group.exchange(torch.tensor([table.nbytes])).sum())
     with undone_on_error(save, group), group.together():
         if group.rank == 0:
@@ -80,8 +85,8 @@ def write(save: Save, peers: Together, data: Callable[[], Iterable[memoryview]],
                 save.draft.commit(save.manifest.model_copy(update={"tables": tables}))
     if peers.rank == 0 and save.points:
         _warn_if_not(save.draft.point, "the text latest is not written")
-    if peers.rank == 0 and not save.keep.all:
-        _warn_if_not(lambda: retire(save.draft.store, save.manifest.step, save.keep), _LEFT)
+    if peers.rank == 0 and not save.stays.all:
+        _warn_if_not(lambda: retire(save.draft.store, save.manifest.step, save.stays), _LEFT)
 
 
 @contextmanager
@@ -104,9 +109,18 @@ def _warn_if_not(act: Callable[[], object], otherwise: str) -> None:
         _LOG.warning("%s: %s", otherwise, error)
 
 
+def _refuse_disagreement(texts: Sequence[str]) -> None:
+    """Ranks that ask for different saves are told in what they differ."""
+    asked = [Asked(*json.loads(text)) for text in texts]
+    for name, values in zip(Asked._fields, zip(*asked, strict=True), strict=True):
+        if len(set(values)) > 1:
+            shown = ", ".join(dict.fromkeys(map(str, values)))
+            raise RankMismatch(f"the ranks ask for different saves: {name} is {shown}", fix="ask for the same on every rank")
+
+
 def _refuse_now(engine: Answers) -> None:
     engine.refuse_away()
-    engine.before_a_change()
+    engine.refuse_inside_gathered()
     if engine.accumulation.ended:
         raise UsageError("gradients of a step that is not over are not saved", fix="save after the last micro-batch of a step")
 
