@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +121,31 @@ def test_a_job_on_one_machine_runs_no_data_and_listens_on_the_loopback_only(tmp_
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
         assert told["listeners"], "there is at least one for the other rank"
         assert set(told["listeners"]) <= loopback
+
+
+UNDER_TORCHRUN = """
+import os, torch, naught
+naught.comm.init_distributed("gloo", verbose=False)
+torch.distributed.barrier()
+handles = {os.readlink(f"/proc/{pid}/fd/{name}") for pid in (os.getpid(), os.getppid())
+           for name in os.listdir(f"/proc/{pid}/fd") if os.path.lexists(f"/proc/{pid}/fd/{name}")}
+for table in ("tcp", "tcp6"):
+    for line in open(f"/proc/self/net/{table}").read().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in handles:
+            print("listens", fields[1].split(":")[0], flush=True)
+torch.distributed.barrier()
+"""
+
+
+def test_torchrun_itself_can_be_kept_to_the_loopback(tmp_path):
+    """As docs/deepspeed.md has it: ranks and their agent together."""
+    (tmp_path / "job.py").write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(tmp_path / "meet"), str(tmp_path / "job.py")]
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONPATH": f"{PACKAGE.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    found = {line.split()[1] for line in ended.stdout.splitlines() if line.startswith("listens")}
+    assert found == {"0100007F"}
