@@ -10,6 +10,7 @@ from torch import nn
 from naught.comm import get_local_rank
 from naught.config import Batch, placement_of, to_document
 from naught.errors import UsageError
+from naught.planned import planned_of
 
 if TYPE_CHECKING:
     from naught.accumulation import Accumulation
@@ -156,6 +157,11 @@ class Answers(nn.Module):
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         return self.timers
+
+    def planned(self) -> dict[str, int]:
+        """The most that a step holds of each category of the meter, as its plans say: what is at rest, and beyond that what
+        those passes hold that have been recorded."""
+        return planned_of(self.schedule, self.accumulation, self.optimizer)
 
     def was_step_applied(self) -> bool:
         """Whether the last step changed the weights, and was not skipped for an overflow."""

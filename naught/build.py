@@ -77,6 +77,7 @@ _HEEDED = (
     "naught.async_save",
     "naught.keep_last",
     "naught.keep_every",
+    "naught.watchdog_s",
 )
 _TUNING = ("zero_optimization.", "aio.")
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +21,23 @@ from naught.accelerator import get_accelerator
 from naught.cpu import Cpu
 from naught.errors import ModelError
 
-__all__ = ["HostCopies", "Mark", "allocated_bytes", "device_for", "free_host_bytes", "keep_freed_pages", "mark"]
+__all__ = [
+    "GpuFacts",
+    "HostCopies",
+    "Mark",
+    "Room",
+    "allocated_bytes",
+    "device_for",
+    "forget_peak",
+    "free_host_bytes",
+    "gpu_facts",
+    "is_out_of_memory",
+    "keep_freed_pages",
+    "mark",
+    "nccl_version",
+    "peak_bytes",
+    "room_on",
+]
 
 
 def device_for(model: nn.Module) -> torch.device:
@@ -41,8 +61,72 @@ def _device_of(model: nn.Module) -> torch.device | None:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors of this process hold on an accelerator; None where nobody counts them."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+    """Bytes that this process holds on a device: on an accelerator those of its tensors, on a CPU all that its allocator has
+    handed out, tensors among them. None where nobody counts them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _handed_out()
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+@cache
+def _mallinfo() -> Callable[[], _Mallinfo] | None:
+    """None: the C library is another one, or older than this count."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    try:
+        count = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return None
+    count.restype = _Mallinfo
+    return count
+
+
+def _handed_out() -> int | None:
+    count = _mallinfo()
+    if count is None:
+        return None
+    now = count()
+    return int(now.uordblks + now.hblkhd)  # from its heaps, and as mappings of their own
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that tensors held on an accelerator since `forget_peak`; None where nobody counts that."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def forget_peak(device: torch.device) -> None:
+    """Count the peak from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+class Room(NamedTuple):
+    """A device's memory: all of it, and what nobody has."""
+
+    whole: int
+    free: int
+    kept: int | None = None  # by torch for tensors to come; None: it keeps nothing there
+    limit: int | None = None  # to what this process alone may have; None: there is none
+
+
+def room_on(device: torch.device) -> Room:
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        return Room(whole, free, torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return Room(Cpu().mem_get_info()[1], free_host_bytes(), limit=None if limit == resource.RLIM_INFINITY else limit)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a device or the host has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 _CGROUPS = (
@@ -60,6 +144,33 @@ def free_host_bytes() -> int:
         except (OSError, ValueError):  # there is none, or it says "max"
             continue
     return max(free, 0)
+
+
+class GpuFacts(NamedTuple):
+    """A GPU that torch can use. `peers` are those whose memory it reaches without the host."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    peers: tuple[int, ...]
+
+
+def gpu_facts() -> list[GpuFacts]:
+    """Every GPU that this process sees; asking starts each of them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = []
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        peers = (other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other))
+        found.append(GpuFacts(torch.cuda.get_device_name(index), total, free, tuple(peers)))
+    return found
+
+
+def nccl_version() -> str | None:
+    """None: this torch was built without it."""
+    if torch.version.cuda is None:
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 class HostCopies:

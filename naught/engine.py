@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,25 @@ from naught.between import Between
 from naught.claims import Claims
 from naught.config import Batch, Config
 from naught.data import Loader
+from naught.devices import is_out_of_memory
 from naught.errors import ScheduleError, UsageError
 from naught.hooks import recomputing
 from naught.loss_scale import FixedScale
 from naught.observing import Observer, StepFacts
 from naught.parking import Parking
 from naught.passes import Passes
+from naught.planned import is_recomputing, whole_units
 from naught.precision import DTYPES, precision_of
 from naught.saves.background import Background
+from naught.shortage import Setup, changes_of, note_of
 from naught.stepping import Stepping
+from naught.watchdog import Watchdog
 
 __all__ = ["Engine", "engines"]
 
 # The engine that trains a parameter, for functions that are given only that.
 engines: Claims[Engine] = Claims()
-_LIVING: WeakSet[Engine] = WeakSet()
+_LIVING: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine(Between):
@@ -50,6 +54,8 @@ class Engine(Between):
         self.passes, self.stepping, self.observer = passes, stepping, observer
         self.parking = Parking(passes.schedule.units.values())
         self.background = Background(passes.schedule.group, passes.watch.device, passes.watch.meter)
+        self.watchdog = Watchdog(passes.schedule.group, passes.watch, settings.naught.watchdog_s)
+        weakref.finalize(self, self.watchdog.stop)  # also where a script just ends
         self.training_dataloader: Loader | None = None  # None: no training_data was given
         self.destroyed = False
         engines.claim(passes.homes, self)
@@ -73,7 +79,7 @@ class Engine(Between):
             args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
         # A caller's own autocast holds unless the configuration has one.
         casting = torch.autocast(self.device.type, DTYPES[cast.dtype]) if cast.enabled else nullcontext()
-        with self._all_or_nothing(), casting, self.observer.forward(self.module, self.global_steps + 1), self._hinting():
+        with self._all_or_nothing("forward"), casting, self.observer.forward(self.module, self.global_steps + 1), self._hinting():
             return self.module(*args, **kwargs)
 
     @contextmanager
@@ -97,7 +103,7 @@ class Engine(Between):
             raise UsageError(f"the loss is {what}, not one number", fix="take its mean or its sum first")
         share = loss / self.accumulation.steps if scale_wrt_gas else loss
         _collect_everywhere()  # what users' own backwards have made is still to be divided
-        with self._all_or_nothing(), _explaining(), by_an_engine():
+        with self._all_or_nothing("backward"), _explaining(), by_an_engine():
             torch.autograd.backward(self.scale(share), retain_graph=retain_graph)
             self.passes.collect()
             _collect_everywhere()
@@ -112,7 +118,7 @@ class Engine(Between):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the weights if this micro-batch completes a step, and then the learning rate."""
         self.refuse_inside_gathered()
-        with self._all_or_nothing():
+        with self._all_or_nothing("step"):
             if self.accumulation.at_boundary:
                 self.passes.complete()
                 self.background.settle()
@@ -124,6 +130,7 @@ class Engine(Between):
         completes = self.accumulation.at_boundary
         self.accumulation.step()
         if completes:
+            self.watchdog.step = self.global_steps + 1
             self.observer.stepped(self._facts())
             self.background.look()
 
@@ -210,20 +217,43 @@ class Engine(Between):
             if self.optimizer is not None:
                 self.optimizer.destroy()
             self.background.wait()
+            self.watchdog.stop()
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _all_or_nothing(self, phase: str) -> Iterator[None]:
         """An exception ends not only its pass but the whole step, from its first micro-batch on."""
         self.refuse_away()
         try:
-            yield
-        except BaseException:
+            with self.watchdog.within(phase, self.global_steps + 1):
+                yield
+        except BaseException as error:
             if recomputing():  # a checkpoint around the engine ends its recompute so
                 raise
-            self.passes.abort()
-            self.accumulation.start_over()
-            self.observer.forget()
+            try:
+                if is_out_of_memory(error):
+                    error.add_note(self._shortage())
+            finally:
+                self.passes.abort()
+                self.accumulation.start_over()
+                self.observer.forget()
             raise
+
+    def _shortage(self) -> str:
+        """What there is to say while everything is still held."""
+        setup = Setup(
+            units=whole_units(self.schedule, self.optimizer),
+            stage=self.zero_optimization_stage(),
+            world=self.world_size,
+            micro=self.accumulation.batch.micro,
+            wide=precision_of(self.settings, 1).weights is torch.float32 and not self.settings.torch_autocast.enabled,
+            recomputes=is_recomputing(self.schedule),
+        )
+        where, steps = self.watchdog.past, self.accumulation.steps
+        if steps > 1:
+            where += f" (micro-batch {self.accumulation.ended + 1} of {steps})"
+        held, running = self.watch.held(), self.schedule.current
+        kept = held.other if running is not None and running.training else 0  # else no backward waits for activations
+        return note_of(where, held, self.planned() if self.schedule.programs else None, changes_of(setup, kept or 0))
 
 
 def _collect_everywhere() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,15 +15,26 @@ __all__ = ["Flat", "Meter"]
 
 @dataclass
 class Meter:
-    """Bytes of live buffers by category, and the most that there have been."""
+    """Bytes of live buffers by category, and the most that there have been. Whenever a buffer comes it looks what the process
+    holds in all, where somebody can tell it: that is when there is the most beside it."""
 
     live: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
+    allocated: Callable[[], int | None] = lambda: None
+    most: int = 0
 
     def change(self, category: str, nbytes: int) -> None:
         live = self.live[category] = self.live[category] + nbytes
         if live > self.peak[category]:
             self.peak[category] = live
+        if nbytes > 0:
+            self.look()
+
+    def look(self) -> int | None:
+        """What the process holds now; None where nobody counts it."""
+        now = self.allocated()
+        self.most = max(self.most, now or 0)
+        return now
 
 
 class Flat:

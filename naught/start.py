@@ -81,7 +81,7 @@ def initialize(
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
         rates = _rates(settings, chosen, lr_scheduler)
         membership = Membership(model, [] if chosen is None else chosen.param_groups)
-    watch = Watch(device)
+    watch = Watch(device, model_bytes=_bytes_on(device, model))
     group = Group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=_mean(settings))
     agree(group, facts_of(model, settings, naught.__version__, membership.groups))
     with group.together():
@@ -96,7 +96,15 @@ def initialize(
     stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
     engine = Engine(model, settings, accumulation, passes, stepping, observer)
     engine.training_dataloader = loader
+    engine.watchdog.start()
     return Started(engine, chosen, loader, rates)
+
+
+def _bytes_on(device: torch.device, model: nn.Module) -> int:
+    """What a model's parameters and buffers take on a device; what is tied, or a view, lies in one storage."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.layout is torch.strided]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == device]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, settings: Config, batch: Batch, group: Group) -> Loader:

@@ -1,27 +1,36 @@
-"""Watch: what a rank has sent, what it holds and how long it took, phase by phase, as data."""
+"""Watch: what a rank has sent, for what it has waited, what it holds and how long it took, phase by phase, as data."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from naught.comm import Ledger
-from naught.devices import Mark, allocated_bytes, mark
+from naught.devices import Mark, allocated_bytes, mark, peak_bytes, room_on
 from naught.flat import Meter
+from naught.shortage import Held
 
 __all__ = ["Watch"]
 
+_HOST = ("snapshots", "away")  # what the meter counts of host memory, on whatever device training is
 _UNREAD = 64  # marks that may wait to be read: reading one waits for the device
 
 
 class Watch:
-    """The ledger of bytes sent, the meter of bytes held, and what each phase of the last step left and took."""
+    """The ledger of bytes sent, the meter of bytes held, and what each phase of the last step left and took. `model_bytes` is
+    what the model takes on the device already: what else is allocated there is not training's."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, model_bytes: int = 0) -> None:
+        import torch._dynamo  # noqa: F401 - torch would do so by itself when hooks are made: 25 MB that are not training's
+
         self.device = device
-        self.ledger, self.meter = Ledger(), Meter()
+        allocated = allocated_bytes(device)
+        self.base = None if allocated is None else allocated - model_bytes  # None: nobody counts what is allocated
+        # An accelerator's allocator counts its peak by itself, and better.
+        self.ledger, self.meter = Ledger(), Meter(allocated=partial(allocated_bytes, device))
         self.held_after: dict[str, dict[str, int]] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.unread: list[tuple[str, Mark, Mark]] = []
@@ -38,8 +47,16 @@ class Watch:
         """A phase is over: remember what is held."""
         self.rest()
         held = dict(self.meter.live)
+        allocated = self.meter.look()
+        self.held_after[phase] = held if allocated is None else held | {"allocated": allocated}
+
+    def held(self) -> Held:
+        """What this process holds on the device now, in training."""
+        on_device = {name: nbytes for name, nbytes in self.meter.live.items() if self.device.type == "cpu" or name not in _HOST}
         allocated = allocated_bytes(self.device)
-        self.held_after[phase] = held if allocated is None else held | {"allocated by torch": allocated}
+        if allocated is None or self.base is None:
+            return Held(on_device, None, room_on(self.device))
+        return Held(on_device, max(0, allocated - self.base - sum(on_device.values())), room_on(self.device))
 
     def rest(self) -> None:
         """No phase is under way."""
@@ -60,6 +77,9 @@ class Watch:
         sent = sorted(self.ledger.sent.items())
         return {
             "sent": {f"{collective} {phase} {unit or 'root'}": nbytes for (collective, unit, phase), nbytes in sent},
+            "waited": {f"{collective} {phase}": seconds for (collective, phase), seconds in sorted(self.ledger.waited.items())},
+            "base": self.base,
+            "most": peak_bytes(self.device) or self.meter.most or None,
             "live": dict(self.meter.live),
             "peak": dict(self.meter.peak),
             "after": {phase: dict(held) for phase, held in self.held_after.items()},

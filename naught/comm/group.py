@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from naught.comm.ledger import Ledger
+from naught.comm.ledger import Call, Ledger, Waiting
 from naught.comm.together import Together
 from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
 from naught.errors import ScheduleError, UsageError
@@ -62,17 +62,33 @@ class Group(Together):
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
         """Fill a flat in which every rank has put its own slice."""
-        self.ledger.add("all-gather", unit, (self.size - 1) * slices[self.rank].nbytes)
-        return self.wire.gather(flat, slices)
+        call = self.ledger.add("all-gather", unit, (self.size - 1) * slices[self.rank].nbytes)
+        with self._inside(call):
+            under_way = self.wire.gather(flat, slices)
+        return self._timed(call, under_way)
 
     def reduce(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
         """Take the mean of all ranks' flats (or their sum); after the wait this rank's slice holds its slice of it."""
-        self.ledger.add("reduce-scatter", unit, (self.size - 1) * slices[self.rank].nbytes)
+        call = self.ledger.add("reduce-scatter", unit, (self.size - 1) * slices[self.rank].nbytes)
         divisor = self.size if self.mean.averages else 1
         before = divisor if self.mean.prescale else self.mean.predivide
         if before != 1:
             flat.div_(before)
-        return self.wire.reduce(flat, slices, divisor / before)
+        with self._inside(call):
+            under_way = self.wire.reduce(flat, slices, divisor / before)
+        return self._timed(call, under_way)
+
+    def _timed(self, call: Call, under_way: Pending) -> Pending:
+        """What is under way, with its wait counted as the wait of a collective."""
+
+        def arrive() -> None:
+            with self._inside(call):
+                under_way.wait()
+
+        return Pending(then=arrive)
+
+    def _inside(self, call: Call) -> Waiting:
+        return self.ledger.waiting(call, blocks=self.wire.blocks)
 
     def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """What a reduce needs beside its flat."""
@@ -81,8 +97,8 @@ class Group(Together):
     def spread(self, flat: Tensor, source: int = 0) -> None:
         """Give every rank what one has, at the start or where a user has written."""
         if self.size > 1:
-            self.ledger.add("broadcast", "", flat.nbytes if self.rank == source else 0)
-            dist.broadcast(flat, src=source)
+            with self._inside(self.ledger.add("broadcast", "", flat.nbytes if self.rank == source else 0)):
+                dist.broadcast(flat, src=source)
 
     def exchange(self, values: Tensor) -> Tensor:
         """Every rank's row of numbers, in the order of the ranks."""
@@ -90,8 +106,9 @@ class Group(Together):
             return values.unsqueeze(0)
         mine = values.to(self.desk)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine)
-        return torch.stack(rows).to(values.device)
+        with self._inside(self.ledger.begin("exchange")):
+            dist.all_gather(rows, mine)
+            return torch.stack(rows).to(values.device)
 
     def exchange_texts(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks; as bytes, for nothing that is sent may be code."""
@@ -142,4 +159,4 @@ def _wire(rank: int, size: int, device: torch.device, backend: str | None, reduc
             f"the model is on {device} and the process group cannot carry that: it has {dist.get_backend_config()}",
             fix='move the model first: model.to("cuda"), or start the process group with another backend',
         )
-    return Collectives(rank, size)
+    return Collectives(rank, size, blocks=device.type == "cpu")

@@ -37,6 +37,8 @@ _NOTHING = Pending()
 
 
 class Wire(Protocol):
+    blocks: bool  # a wait keeps the host, and not only its device, until everything has arrived
+
     def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Bytes that a reduce needs beside the flat."""
 
@@ -49,6 +51,8 @@ class Wire(Protocol):
 
 class Alone:
     """One rank: everything is there already."""
+
+    blocks = True
 
     def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         del shard_numel, dtype
@@ -69,8 +73,8 @@ class Collectives:
     """The backend's own collectives. A flat is gathered in place, and 32-bit gradients are reduced in place, in the
     backend's own order, which is the same at every stage. Narrower ones are exchanged and added in 32 bits, rounded once."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, *, blocks: bool = True) -> None:
+        self.rank, self.size, self.blocks = rank, size, blocks
 
     def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         return 0 if dtype.itemsize >= _WIDE else shard_numel * (self.size * dtype.itemsize + _WIDE)
@@ -94,6 +98,8 @@ class Peers:
     Sums are taken in the order of the ranks, those of narrow types in 32 bits. `most_numel` bounds what one reduce
     carries, so what it needs has a constant size: a larger flat is reduced in pieces, one behind the other.
     """
+
+    blocks = True
 
     def __init__(self, rank: int, size: int, most_numel: int, align: int) -> None:
         self.rank, self.peers = rank, [peer for peer in range(size) if peer != rank]

@@ -297,6 +297,11 @@ class Naught(Block):
         Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")
     ] = None
     keep_every: Annotated[Positive | None, Key("checkpoints of steps that this divides stay as well")] = None
+    watchdog_s: Annotated[
+        Real,
+        Field(ge=0),
+        Key("seconds without progress after which one rank says where each of them is, and all write their stacks; 0 is never"),
+    ] = 60.0
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

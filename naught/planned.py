@@ -1,0 +1,86 @@
+"""Planned: what an engine will hold, in numbers: the peaks of its compiled plans, and its units as if they were whole. Walks
+plans and adds up sizes; allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from naught.accumulation import Accumulation
+from naught.holding import Buffer, simulate
+from naught.optimizer import Optimizer
+from naught.schedule import Schedule
+from naught.shortage import Whole
+from naught.steps import Moment, Pass, Placements, Sizes, Step
+from naught.unit import Segment
+
+__all__ = ["at_rest", "is_recomputing", "planned_of", "planned_peaks", "whole_units"]
+
+# What the meter counts of what a plan holds.
+_METERED = (Buffer.GATHERED, Buffer.GRAD_FLATS, Buffer.WHOLE_GRADS, Buffer.SCRATCH, Buffer.OWNED_GRADS)
+_WIDE = 4  # bytes of an element of masters and moments
+
+
+def planned_of(schedule: Schedule, accumulation: Accumulation, optimizer: Optimizer | None) -> dict[str, int]:
+    """The peaks of the passes that have a plan, one behind the other as a step has them, with what rests beside them."""
+    steps = {which: program.steps for which, program in schedule.programs.items()}
+    again = accumulation.every and accumulation.steps > 1  # sums over the ranks are taken more than once in a step
+    unsummed, summed = steps.get((True, Pass(last=False)), ()), steps.get((True, Pass()), ())  # more of one kind open no more
+    walks = [unsummed + summed, *(found for (training, _), found in steps.items() if not training)]
+    sizes = {name: unit.sizes() for name, unit in schedule.units.items()}
+    placements = {name: unit.placement for name, unit in schedule.units.items()}
+    peaks = at_rest(schedule, optimizer) | planned_peaks(walks, placements, sizes)
+    if again and summed:  # a sum in a whole flat moves aside when the next is made there
+        peaks[Buffer.OWNED_GRADS] += sum(sizes[name].grad_shard for name, place in placements.items() if not place.grad.split)
+    return peaks
+
+
+def planned_peaks(walks: Iterable[Sequence[Step]], placements: Placements, sizes: Sizes) -> dict[str, int]:
+    """The most that any of these lists of steps holds of each kind of buffer, by the meter's names for them."""
+    peaks = [simulate(steps, placements, sizes).buffers for steps in walks]
+    return {buffer.value: max((peak[buffer] for peak in peaks), default=0) for buffer in _METERED}
+
+
+def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
+    """Bytes of weights, masters and states between steps, also of states that the first step has still to make."""
+    rest = dict.fromkeys(("weights", "masters", "states"), 0)
+    for segment in (segment for unit in schedule.units.values() for segment in unit.segments):
+        weights, states = segment.weights, segment.states
+        rest["weights"] += weights.shard.nbytes if weights.split else weights.flat.nbytes
+        rest["masters"] += 0 if states.masters is None else states.masters.nbytes
+        rest["states"] += _WIDE * states.owned.numel * _moments(segment, optimizer)
+    return rest
+
+
+def whole_units(schedule: Schedule, optimizer: Optimizer | None) -> list[Whole]:
+    """What each unit would take if nothing of it was split."""
+    return [
+        Whole(
+            weights=sum(segment.weights.flat.nbytes for segment in unit.segments),
+            grads=sum(segment.grads.flat.nbytes for segment in unit.trained),
+            states=sum(
+                _WIDE * segment.layout.numel * (_moments(segment, optimizer) + (segment.states.masters is not None))
+                for segment in unit.trained
+            ),
+        )
+        for unit in schedule.units.values()
+    ]
+
+
+def _moments(segment: Segment, optimizer: Optimizer | None) -> int:
+    """How many numbers of each element the rule remembers."""
+    if optimizer is None:
+        return 0
+    hypers: Sequence[Mapping[str, object]] = optimizer.param_groups
+    return len({name for group in set(segment.states.groups) for name in optimizer.rule.states(hypers[group])})
+
+
+def is_recomputing(schedule: Schedule) -> bool:
+    """Whether a forward has begun in a backward, in the pass under way or in one that has a plan: activations are
+    checkpointed."""
+    records = [[leg.event for leg in program.legs if leg.event is not None] for program in schedule.programs.values()]
+    records += [schedule.current.events] if schedule.current is not None else []
+    for events in records:
+        moments = [event.moment for event in events]
+        if Moment.GRAD in moments and Moment.ENTER in moments[moments.index(Moment.GRAD) :]:
+            return True
+    return False
