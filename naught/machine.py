@@ -1,4 +1,7 @@
-"""Machine: what a cluster offers to each rank, given by hand, by the name of a GPU, or read off the present one."""
+"""Machine: what a cluster offers to each rank, given by hand, by the name of a GPU, or read off the present one.
+
+Figures of the present one that somebody has measured (`naught bench`) go before those that its name suggests.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from naught.errors import UsageError
+from naught.measured import Measured, recall
 from naught.placement import Tier
 from naught.quantity import parse_bytes
 
-__all__ = ["GPUS", "Gpu", "Machine", "detect", "parse_gpu", "recognise"]
+__all__ = ["GPUS", "Gpu", "Machine", "detect", "device_here", "driver_gpus", "host_limit_bytes", "parse_gpu", "recognise"]
 
 
 class Gpu(NamedTuple):
@@ -119,20 +123,45 @@ def parse_gpu(text: str) -> Gpu:
 
 def detect() -> tuple[Machine, str]:
     """The present machine and a sentence that says what was found."""
-    host_bytes = _host_bytes()
-    disk_bytes = shutil.disk_usage(".").free
-    gpus = _gpus()
-    machine = Machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
+    host_bytes = host_limit_bytes()
+    gpus = driver_gpus()
+    measured = recall(device_here(gpus))
+    machine = Machine(host_bytes=host_bytes, disk_bytes=shutil.disk_usage(".").free)
     if gpus:
         name, memory_bytes = gpus[0]
         gpu = recognise(name)._replace(memory_bytes=memory_bytes)
-        return replace(machine, ranks=len(gpus), ranks_per_node=len(gpus), gpu=gpu), f"this machine: {len(gpus)} x {name}"
-    # Without a GPU the device is the host's own memory: there is nothing to offload to but the disk.
-    cores = os.cpu_count() or 1
-    cpu = Gpu(host_bytes, cores * 30e9, 10e9, 2e9)
-    return (
-        replace(machine, gpu=cpu, host_bytes=0, unified=True),
-        "this machine has no GPU, so its memory is the device; ask about another with --gpu 80GB",
+        machine = replace(machine, ranks=len(gpus), ranks_per_node=len(gpus), gpu=gpu)
+        found = f"this machine: {len(gpus)} x {name}"
+    else:
+        # Without a GPU the device is the host's own memory: there is nothing to offload to but the disk.
+        cpu = Gpu(host_bytes, _cores() * 30e9, 10e9, 2e9)
+        machine = replace(machine, gpu=cpu, host_bytes=0, unified=True)
+        found = "this machine has no GPU, so its memory is the device; ask about another with --gpu 80GB"
+    return _as_measured(machine, measured), "; ".join(part for part in (found, measured.when()) if part)
+
+
+def device_here(gpus: Sequence[tuple[str, int]] | None = None) -> str:
+    """What the figures of this machine belong to: its first GPU by name, or its cores."""
+    found = driver_gpus() if gpus is None else gpus
+    return found[0][0] if found else f"CPU, {_cores()} cores"
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _as_measured(machine: Machine, measured: Measured) -> Machine:
+    """What ranks send was measured within a node, and says nothing of ranks on several."""
+    gpu = machine.gpu._replace(
+        flops=measured.flops or machine.gpu.flops,
+        link_bytes_s=measured.link_bytes_s or machine.gpu.link_bytes_s,
+        peer_bytes_s=measured.collective_bytes_s or machine.gpu.peer_bytes_s,
+    )
+    return replace(
+        machine,
+        gpu=gpu,
+        disk_bytes_s=measured.disk_bytes_s or machine.disk_bytes_s,
+        update_numel_s=measured.update_numel_s or machine.update_numel_s,
     )
 
 
@@ -145,7 +174,7 @@ def recognise(name: str) -> Gpu:
     return _UNNAMED
 
 
-def _host_bytes() -> int:
+def host_limit_bytes() -> int:
     """Memory of the host, or what its control group allows."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -156,7 +185,7 @@ def _host_bytes() -> int:
     return min(pages, int(text)) if text.isdigit() else pages
 
 
-def _gpus() -> list[tuple[str, int]]:
+def driver_gpus() -> list[tuple[str, int]]:
     """Names and memory of the GPUs, by the driver's own tool: importing torch would take seconds."""
     tool = shutil.which("nvidia-smi")
     if tool is None:

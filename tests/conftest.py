@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +13,10 @@ from workers import World
 
 if os.environ.get("NAUGHT_DEVICE", "cpu") == "cpu":
     os.environ["DS_ACCELERATOR"] = "cpu"  # also where there is another
+
+# Plans must not depend on what somebody has measured on this machine.
+os.environ["NAUGHT_CACHE"] = tempfile.mkdtemp(prefix="naught-tests-")
+atexit.register(shutil.rmtree, os.environ["NAUGHT_CACHE"], ignore_errors=True)
 
 try:
     from hypothesis import settings

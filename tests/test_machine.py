@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from naught.errors import UsageError
-from naught.machine import GPUS, Machine, detect, parse_gpu, recognise
+from naught.machine import GPUS, Machine, detect, device_here, parse_gpu, recognise
+from naught.measured import keep
 from naught.placement import Tier
 
 
@@ -61,6 +64,40 @@ def test_a_driver_that_does_not_answer_is_none(tmp_path, monkeypatch):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert detect()[0].unified
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_was_measured_goes_before_what_a_name_suggests(tmp_path, monkeypatch):
+    monkeypatch.setenv("NAUGHT_CACHE", str(tmp_path))
+    guessed = detect()[0]
+    keep({"collective_bytes_s": 9e9, "update_numel_s": 3e9, "disk_bytes_s": 2e9}, device_here(), today="2026-11-15")
+    machine, found = detect()
+    assert found == "this machine: 8 x NVIDIA A100-SXM4-80GB; collectives, AdamW and disk as measured on 2026-11-15"
+    assert (machine.collective_bytes_s, machine.update_numel_s, machine.disk_bytes_s) == (9e9, 3e9, 2e9)
+    assert (machine.gpu.flops, machine.link_bytes_s) == (guessed.gpu.flops, guessed.link_bytes_s)
+    keep({"link_bytes_s": 5e9, "flops": 1e14}, device_here(), today="2026-11-16")
+    machine, found = detect()
+    assert found.endswith("; collectives, AdamW and disk as measured on 2026-11-15, host link and arithmetic on 2026-11-16")
+    assert (machine.gpu.flops, machine.link_bytes_s) == (1e14, 5e9)
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_was_measured_within_a_node_does_not_speed_up_its_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("NAUGHT_CACHE", str(tmp_path))
+    keep({"collective_bytes_s": 300e9}, device_here())
+    machine = detect()[0]
+    assert machine.collective_bytes_s == 300e9
+    assert replace(machine, ranks=16).collective_bytes_s == 25e9
+
+
+@pytest.mark.usefixtures("driver")
+def test_figures_of_a_gpu_are_not_those_of_the_cores_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("NAUGHT_CACHE", str(tmp_path))
+    keep({"flops": 1e14}, device_here())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    machine, found = detect()
+    assert machine.gpu.flops != 1e14
+    assert "measured" not in found
 
 
 def test_ranks_share_their_node():
