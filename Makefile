@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 .PHONY: demo test test-gpu soak check venv peers sizes docs clean
 
 demo: .venv/core
-	$(BIN)/python examples/plan_questions.py
+	$(BIN)/naught train
 
 test: .venv/dev
 	$(BIN)/python -m pytest

@@ -1,17 +1,15 @@
-"""Monitors: where the scalars of a run go. CSV files, TensorBoard and Weights & Biases; only rank 0 writes."""
+"""Monitors: where the scalars of a run go. CSV files, TensorBoard, Weights & Biases and Trackio; only rank 0 writes."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from naught.config import Config
 from naught.config.observation import CsvMonitor, Tensorboard, Wandb
-from naught.errors import UsageError
+from naught.extras import need, package
 
 __all__ = ["Event", "Monitor"]
 
@@ -25,7 +23,7 @@ class Monitor:
         # On every rank, though only one will write: a package that is missing must stop them all.
         for name in ("tensorboard", "wandb"):
             if getattr(config, name).enabled:
-                _refuse_missing(name)
+                need(name, where=f"{name}.enabled", fix=f"set {name}.enabled to false")
         self.sinks = _sinks(config) if rank == 0 else []
 
     @property
@@ -38,19 +36,15 @@ class Monitor:
         for sink in self.sinks:
             sink.write(events)
 
+    def also_to_trackio(self, project: str, name: str) -> None:
+        """Send them to Trackio too, as a run of this name."""
+        trackio = package("trackio", where="train.trackio")
+        self.sinks.append(_TrackedSink(trackio.init(project=project, name=name)))
+
     def close(self) -> None:
         """Finish the files. Nothing is written afterwards."""
         while self.sinks:
             self.sinks.pop().close()
-
-
-def _refuse_missing(package: str) -> None:
-    if find_spec(package) is None:
-        raise UsageError(
-            f"the package {package} is not installed",
-            where=f"{package}.enabled",
-            fix=f"install it with `pip install {package}`, or set {package}.enabled to false",
-        )
 
 
 def _sinks(config: Config) -> list[_Sink]:
@@ -60,7 +54,7 @@ def _sinks(config: Config) -> list[_Sink]:
     if config.tensorboard.enabled:
         sinks.append(_TensorboardSink(config.tensorboard))
     if config.wandb.enabled:
-        sinks.append(_WandbSink(config.wandb))
+        sinks.append(_TrackedSink(_wandb_run(config.wandb)))
     return sinks
 
 
@@ -106,12 +100,17 @@ class _TensorboardSink:
         self.writer.close()
 
 
-class _WandbSink:
-    """The service takes all scalars of a step together: they are sent with the first of the next, or at the close."""
+def _wandb_run(settings: Wandb) -> Any:
+    wandb = package("wandb", where="wandb.enabled")
+    return wandb.init(project=settings.project, group=settings.group, entity=settings.team)
 
-    def __init__(self, settings: Wandb) -> None:
-        wandb: Any = import_module("wandb")
-        self.run = wandb.init(project=settings.project, group=settings.group, entity=settings.team)
+
+class _TrackedSink:
+    """A run of Weights & Biases, or of Trackio, which has the same functions. The service takes all scalars of a step together:
+    they are sent with the first of the next, or at the close."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
 
     def write(self, events: Sequence[Event]) -> None:
         for tag, value, step in events:

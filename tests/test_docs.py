@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from naught.cli import main
 from naught.config import keys
+from naught.config.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,10 +63,32 @@ def test_the_readmes_plan_is_what_the_command_prints(capsys):
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_runs():
+def test_the_planners_example_runs():
     shown = subprocess.run(
         [sys.executable, ROOT / "examples" / "plan_questions.py"], capture_output=True, text=True, timeout=240, check=True
     ).stdout
     assert "recommended: stage2-offload" in shown
     assert "20" in shown
     assert "the configuration text has 4 problems" in shown
+
+
+def test_the_readmes_script_runs_as_ranks_and_learns(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## In a script of your own")[1]
+    (tmp_path / "script.py").write_text(text.split("```python\n")[1].split("```")[0])
+    ended = subprocess.run(
+        [sys.executable, "-m", "naught", "launch", "--nproc", "2", str(tmp_path / "script.py")],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert float(re.match(r"loss ([0-9.]+) ", ended.stdout)[1]) < 0.9, "it began at about 1"
+
+
+def test_the_page_of_training_lists_every_key_of_a_recipe():
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    for entry in keys.entries(Recipe):
+        if entry.path.partition(".")[0] in ("model", "data", "train") and "." in entry.path:
+            assert f"| `{entry.path}` |" in page

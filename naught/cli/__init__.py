@@ -6,8 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from naught.cli.arguments import add_ckpt, add_config, add_plan
+from naught.cli.arguments import (
+    add_bench,
+    add_ckpt,
+    add_config,
+    add_doctor,
+    add_launch,
+    add_plan,
+    add_report,
+    add_train,
+)
 from naught.errors import ConfigError, NaughtError
 
 __all__ = ["main"]
@@ -16,6 +26,9 @@ EXIT_PROBLEMS = 1
 EXIT_USAGE = 2
 
 _EXAMPLES = """examples:
+  naught train                                 a real run in about a minute, on 2 CPU processes
+  naught bench stages                          the six runs: memory and time of every ZeRO stage
+  naught report last                           a page of the last run; naught report 3 4 compares two
   naught plan 7.5B --ranks 64 --gpu 32GB       what each ZeRO stage needs, what fits, what is fastest
   naught plan llama3-8b --gpu h100 --host 512GB --write ds.json
   naught config check ds.json                  every problem of a DeepSpeed configuration at once
@@ -34,10 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    add_plan(commands)
-    add_config(commands)
-    add_ckpt(commands)
-    options = parser.parse_args(argv)
+    for add in (add_train, add_plan, add_bench, add_report, add_config, add_ckpt, add_launch, add_doctor):
+        add(commands)
+    options, rest = parser.parse_known_args(argv)
+    if rest:
+        _take_rest(parser, options, rest)
+    options.arguments = list(sys.argv[1:] if argv is None else argv)  # for ranks, which are given the same
     try:
         return _run(options)
     except ConfigError as error:
@@ -52,18 +67,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+# Where each command lives; imported when it runs.
+_HOMES = {
+    "train": "train:run_train",
+    "plan": "plan:run_plan",
+    "bench": "bench:run_bench",
+    "report": "report:run_report",
+    "config": "config:run_config",
+    "ckpt": "ckpt:run_ckpt",
+    "launch": "launch:run_launch",
+    "doctor": "doctor:run_doctor",
+}
+
+
 def _run(options: argparse.Namespace) -> int:
-    if options.command == "plan":
-        from naught.cli.plan import run_plan
+    module, _, function = _HOMES[options.command].partition(":")
+    status: int = getattr(import_module(f"naught.cli.{module}"), function)(options)
+    return status
 
-        return run_plan(options)
-    if options.command == "ckpt":
-        from naught.cli.ckpt import run_ckpt
 
-        return run_ckpt(options)
-    from naught.cli.config import run_config
-
-    return run_config(options)
+def _take_rest(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """argparse takes positional arguments in one row only; people write key=value between and behind flags."""
+    strange = [word for word in rest if options.command != "train" or word.startswith("-")]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    options.words += rest
 
 
 def _version() -> str:

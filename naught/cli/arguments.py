@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["PAPERS", "STARTERS", "add_ckpt", "add_config", "add_plan"]
+__all__ = [
+    "PAPERS",
+    "STARTERS",
+    "add_bench",
+    "add_ckpt",
+    "add_config",
+    "add_doctor",
+    "add_launch",
+    "add_plan",
+    "add_report",
+    "add_train",
+]
 
 PAPERS = ("zero-table1", "zero-table2", "zero-figure1", "zero-c1-c5", "infinity-figure2", "infinity-bandwidth")
 STARTERS = ("stage1", "stage2", "stage3", "offload", "infinity")
@@ -109,3 +120,138 @@ def add_ckpt(commands: Any) -> None:
     for which in ("one", "other"):
         diff.add_argument(which, metavar=which.upper(), help="a checkpoint, or a folder of them, of which the newest is meant")
     diff.add_argument("--json", action="store_true", help="print data instead of a table")
+
+
+_TRAIN = """Train a language model under ZeRO, and leave a folder that says what happened.
+
+Without arguments: the demo, a GPT of bytes on the sources of Python's standard library, in about a minute, on 2 CPU processes
+at stage 3. CONFIG is a DeepSpeed configuration (JSON, or YAML) with three blocks more: model, data and train. key=value
+changes any key: train.steps=200, zero_optimization.stage=2, and for short steps=200, stage=2, model=gpt2, data=my/texts,
+lr=1e-4. docs/training.md lists all.
+
+The same command works under torchrun and srun; without them it starts the ranks itself."""
+_TRAIN_ENDS = """ends with
+  0   the run is over
+  1   it failed: the cause is printed, tracebacks are in the run's logs/
+  2   what was asked for cannot be done
+  75  SIGTERM, SIGINT or SIGUSR1 has stopped it, and it was saved: --resume goes on
+
+examples
+  naught train                                    the demo
+  naught train model=gpt2 data='books/*.txt' data.seq=512 --dtype bf16
+  naught train ds.json steps=1000 train.save_every=100 --keep 3
+  naught train --resume                           the last run, from its newest checkpoint
+  naught train --resume 7 steps=2000              run 7, for longer
+  torchrun --nproc-per-node 8 -m naught train ds.json
+"""
+
+
+def add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model, and see where memory and time go",
+        description=_TRAIN,
+        epilog=_TRAIN_ENDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a configuration first, then changes of it")
+    short = parser.add_argument_group("short forms of configuration keys")
+    short.add_argument("--stage", type=int, choices=range(4), help="zero_optimization.stage")
+    short.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="fp16.enabled and bf16.enabled")
+    short.add_argument(
+        "--offload", action="store_true", help="offload_optimizer.device=cpu, and at stage 3 offload_param.device=cpu"
+    )
+    short.add_argument("--keep", type=int, metavar="N", help="naught.keep_last: how many of the newest checkpoints stay")
+    short.add_argument("--name", help="train.name: of the run's folder")
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument("--nproc", type=int, metavar="N", help="how many to start here (default: one for each GPU, 2 without)")
+    ranks.add_argument("--max-restarts", type=int, default=0, metavar="N", help="how often to start them anew if one fails")
+    folder = parser.add_argument_group("folder")
+    folder.add_argument("--runs", default="runs", metavar="DIR", help="where runs' folders are (default: runs)")
+    folder.add_argument(
+        "--resume",
+        nargs="?",
+        const="last",
+        metavar="RUN",
+        help="go on with a run: its number, name or folder (default: the last)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    output.add_argument("--log-json", action="store_true", help="print records instead of lines")
+    output.add_argument("--print-config", action="store_true", help="print every key with its value, and do not train")
+    output.add_argument("--traceback", action="store_true", help="print tracebacks too, not only the cause of a failure")
+
+
+_LAUNCH = """Start a script as several ranks of this machine, by torchrun's agent with safe defaults: ranks and agent listen on
+the loopback only, and each rank has as many threads as it has cores to itself. What follows SCRIPT are its own arguments. For
+several machines use torchrun or srun (docs/multi-node.md)."""
+
+
+def add_launch(commands: Any) -> None:
+    parser = commands.add_parser("launch", help="start a script of yours as several ranks", description=_LAUNCH)
+    parser.add_argument("--nproc", type=int, metavar="N", help="how many ranks (default: one for each GPU, 2 without)")
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="how often to start them anew if one fails")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as with python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("script_arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="what the script is given")
+
+
+_REPORT = """Write one HTML file that shows a run, or two runs side by side: loss, throughput, memory against the plan, times
+of phases, communication, the configuration. It needs no network and can be mailed. A run is its folder, its number, its name,
+or last."""
+
+
+def add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="a page to look at, of a run or of two", description=_REPORT)
+    parser.add_argument("run", metavar="RUN", help="a run's folder, number or name, or last")
+    parser.add_argument("other", nargs="?", metavar="RUN2", help="a run to compare it with")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where runs' folders are (default: runs)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the folder of RUN")
+
+
+_DOCTOR = """Look at this machine: versions, GPUs, memory and its limits, disks, network, launchers, measured rates, and whether
+the stages agree bit for bit here. Each line is ok, note or bad; ends with 1 if any is bad. Paste it into a bug report."""
+
+
+def add_doctor(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="what is well and what is not on this machine", description=_DOCTOR)
+    parser.add_argument("--quick", action="store_true", help="measure nothing and train nothing")
+    parser.add_argument("--json", action="store_true", help="print data instead of lines")
+
+
+_STAGES = """Train one model under DDP and under each of the six: zero1, zero2, zero2-offload, zero3, zero3-offload, zero3-fp16.
+Prints what each holds after forward, backward and step, how long it takes, and why it differs; leaves a page and stages.json."""
+_MEASURES = {
+    "comm": "bytes a second that a rank sends in a collective",
+    "adam": "elements a second of the optimizer",
+    "disk": "bytes a second of the disk of a folder",
+    "step": "operations a second of a training step",
+}
+
+
+def add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="the six runs of ZeRO side by side; and what this machine can do")
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    stages = actions.add_parser("stages", help="the six runs: memory and time of every stage", description=_STAGES)
+    stages.add_argument("--model", help="a preset or gpt:... (default: gpt2-medium on a GPU, 6 layers of 256 without)")
+    stages.add_argument("--batch", type=int, default=4, metavar="N", help="samples of each rank (default 4)")
+    stages.add_argument("--seq", type=int, default=128, metavar="N", help="tokens of a sample (default 128)")
+    stages.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks; on one GPU they share it (default 2)")
+    stages.add_argument("--iterations", type=int, default=20, metavar="N", help="steps that are timed (default 20)")
+    stages.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before them (default 3)")
+    stages.add_argument(
+        "--memory-steps", type=int, nargs="+", default=[0, 10, 20], metavar="N", help="when to look at memory (default 0 10 20)"
+    )
+    stages.add_argument("--only", nargs="+", metavar="RUN", help="only these of the runs")
+    stages.add_argument("--config", metavar="FILE", help="with --only and one run: its DeepSpeed configuration")
+    stages.add_argument("--runs", default="runs", metavar="DIR", help="where runs' folders are (default: runs)")
+    stages.add_argument("--json", action="store_true", help="print data instead of tables")
+    for name, meaning in _MEASURES.items():
+        told = f"Measure {meaning}. The planner goes by what was measured last on this machine."
+        action = actions.add_parser(name, help=f"measure {meaning}", description=told)
+        if name == "comm":
+            action.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks (default 2)")
+        if name == "disk":
+            action.add_argument("--folder", default=".", metavar="DIR", help="a folder of the disk (default: this one)")
+        action.add_argument("--no-store", action="store_true", help="only print it")
+        action.add_argument("--json", action="store_true", help="print data instead of a table")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from naught.comm.launch import DEFAULT_PORT, Seat, find_seat, number
 from naught.comm.listening import meeting_store, stay_on_this_machine
 from naught.errors import UsageError
 
-__all__ = ["get_local_rank", "init_distributed"]
+__all__ = ["get_local_rank", "init_distributed", "shut_down"]
 
 _LOG = logging.getLogger("naught")
 
@@ -39,6 +41,9 @@ def init_distributed(
     del config
     if dist.is_initialized():
         return
+    # Torch imports this later by itself, and it keeps whatever group there is then alive for ever, threads and all.
+    import torch.distributed.nn.functional  # noqa: F401
+
     if dist_init_required is False:
         raise UsageError(
             "dist_init_required=False says that there is a process group, and there is none",
@@ -113,6 +118,22 @@ def _take_device(local_rank: int) -> None:
             fix="start as many processes on a node as it has devices, or train on CPUs with DS_ACCELERATOR=cpu",
         )
     accelerator.set_device(index)
+
+
+def shut_down() -> None:
+    """End the process group, if there is one. Without this its threads may outlive what they need, and abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _shut_down_at_exit() -> None:
+    """A script that ends well need not do it. NCCL would wait for ranks that one which has failed may have left behind."""
+    failed = getattr(sys, "last_value", None) is not None
+    if dist.is_initialized() and not (failed and "nccl" in dist.get_backend_config()):
+        dist.destroy_process_group()
+
+
+atexit.register(_shut_down_at_exit)
 
 
 def get_local_rank() -> int:

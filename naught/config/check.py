@@ -48,11 +48,11 @@ def load(source: Source) -> Config:
     return report.config
 
 
-def check(source: Source) -> Report:
-    """Everything there is to say about a configuration. Raises only if there is no JSON object to be read."""
-    document = read(source)
-    walk = _Walk(document)
-    built = walk.block(Config, document.values, (), "")
+def check(source: Source | Document, kind: type[Config] = Config) -> Report:
+    """Everything there is to say about a configuration. Raises only if there is no object to be read."""
+    document = source if isinstance(source, Document) else read(source)
+    walk = _Walk(document, kind)
+    built = walk.block(kind, document.values, (), "")
     assert isinstance(built, Config)
     config = _with_old_clipping(built.model_copy(update={"auto": frozenset(walk.auto)}))
     problems = document.problems + walk.problems
@@ -99,6 +99,7 @@ class _Walk:
     """One pass over a document, along the schema."""
 
     document: Document
+    root: type[Config]
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     auto: set[str] = field(default_factory=set)
@@ -117,7 +118,7 @@ class _Walk:
             if here in REFUSED:
                 self._refuse(here, value, spot)
             elif name is None:
-                self.problem(spot, "unknown key", keys.nearest(kind, spelling, path))
+                self.problem(spot, "unknown key", keys.nearest(kind, spelling, path, self.root))
             elif name in members or here in self.auto:
                 self.problem(spot, f"says again what {self.spellings[here].rpartition('.')[2]} says", "remove one")
             else:
@@ -127,10 +128,9 @@ class _Walk:
 
     def _modern(self, kind: type[Block], values: Mapping[str, Any]) -> Mapping[str, Any]:
         """The members of a block, in the words of today."""
-        translate = {Config: modern_top, Zero: modern_zero}.get(kind)
-        if translate is None:
+        if kind is not Zero and kind is not self.root:
             return values
-        modern = translate(values)
+        modern = modern_zero(values) if kind is Zero else modern_top(values)
         for path, what, fix in modern.faults:
             self.problem(path, what, fix)
         self.notes += [Note(dotted(path), Effect.HONOURED, detail) for path, detail in modern.remarks]

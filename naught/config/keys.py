@@ -95,13 +95,15 @@ _SYNONYMS = {
 }
 
 
-def nearest(block: type[Block], spelling: str, path: str) -> str:
+def nearest(block: type[Block], spelling: str, path: str, root: type[Config] = Config) -> str:
     """The key that an unknown spelling probably means, or where it belongs; "" if nothing is near."""
     here = [*fields(block), *(also for info in fields(block).values() for also in key_of(info).also)]
     if _SYNONYMS.get(spelling) in here:
         return f"did you mean {_SYNONYMS[spelling]}?"
     elsewhere = {
-        plain_path(entry.path) for entry in entries() if entry.path.rpartition(".")[2] == spelling or spelling in entry.key.also
+        plain_path(entry.path)
+        for entry in entries(root)
+        if entry.path.rpartition(".")[2] == spelling or spelling in entry.key.also
     }
     if len(elsewhere) == 1:  # a name that several blocks have, such as enabled, says nothing
         return f"it belongs in {elsewhere.pop().rpartition('.')[0] or 'the top level'}"

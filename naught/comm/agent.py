@@ -1,0 +1,80 @@
+"""Agent: starts the ranks of one machine by torchrun's elastic agent, which watches them, and starts them again if it may.
+
+The agent and its ranks meet in a file of this user's alone, and listen on the loopback: nothing is open to the network.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+__all__ = ["Ended", "RankExit", "run_ranks", "threads_of_each"]
+
+_PATIENCE_S = "600"  # that ranks have to save when they are told to stop
+
+
+class RankExit(NamedTuple):
+    """A rank that failed: its status (below 0: the signal that killed it), and when the agent saw it."""
+
+    rank: int
+    status: int
+    time_s: float
+
+
+class Ended(NamedTuple):
+    """How the ranks ended: those that failed, first those that did so by themselves; and the signal that told all of them
+    to stop, if one did."""
+
+    failed: tuple[RankExit, ...] = ()
+    signal: int | None = None
+
+
+def run_ranks(
+    arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, environment: Mapping[str, str] | None = None
+) -> Ended:
+    """Run `python ARGUMENTS` as so many ranks, and wait for them. If one fails all are stopped, and started anew while they
+    may be."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they would tell of each rank, at length
+    with tempfile.TemporaryDirectory(prefix="naught-") as folder:
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _PATIENCE_S)
+        os.environ.update(environment or {})
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_each(nproc)))
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=Path(folder).name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{folder}/meet",
+            rdzv_configs={"store_type": "file"},
+            local_addr="127.0.0.1",
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            exits = [RankExit(rank, failure.exitcode, failure.timestamp) for rank, failure in error.failures.items()]
+            return Ended(tuple(sorted(exits, key=lambda found: (found.status == -signal.SIGTERM, found.status >= 0, found.rank))))
+        except SignalException as stop:
+            return Ended(signal=int(stop.sigval))
+    return Ended()
+
+
+def threads_of_each(nproc: int) -> int:
+    """As many threads for each rank as it has cores to itself: more would only get in each other's way."""
+    return max(1, len(os.sched_getaffinity(0)) // nproc)

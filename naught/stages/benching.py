@@ -1,0 +1,110 @@
+"""Benching: takes the six runs one after the other, and puts what they found side by side."""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import naught
+from naught.build import refuse_what_is_not_there_yet
+from naught.comm.agent import run_ranks
+from naught.config import load
+from naught.errors import NaughtError, UsageError
+from naught.model_names import parse_model
+from naught.stages.runs import DDP, StageRun, why
+from naught.stages.worker import Task
+from naught.trainer.failing import ERRORS, cause, left
+
+__all__ = ["Bench", "bench_stages"]
+
+
+class Bench(NamedTuple):
+    """On what the runs are taken."""
+
+    model: str
+    micro: int
+    seq: int
+    nproc: int
+    warmup: int
+    iterations: int
+    memory_steps: tuple[int, ...]
+
+
+def bench_stages(bench: Bench, runs: Sequence[StageRun], device: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Every run, and why it differs from the one that it is compared with."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        reason = _missing(run)
+        about = {"name": run.name, "title": run.title, "available": reason is None, "reason": reason}
+        if reason is None:
+            say(f"{run.title} ...")
+            try:
+                taken = _take(run, bench)
+                about |= taken | {"why": why(run, taken, _compared(run, found))}
+            except NaughtError as error:  # one that fails, for want of memory, say, is a result too
+                about |= {"available": False, "reason": str(error)}
+        found[run.name] = about
+    return _whole(bench, device) | {"runs": list(found.values())}
+
+
+def _compared(run: StageRun, found: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    against = found.get(run.against)
+    return against if against is not None and against["available"] else None
+
+
+def _missing(run: StageRun) -> str | None:
+    """Why a run cannot be taken yet; None: it can."""
+    if run.name == DDP:
+        return None
+    try:
+        refuse_what_is_not_there_yet(load({"train_micro_batch_size_per_gpu": 1, **run.config}))
+    except UsageError as error:
+        return f"not in this release: {error.what}"
+    return None
+
+
+def _take(run: StageRun, bench: Bench) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="naught-") as folder:
+        task, out = Path(folder, "task.json"), Path(folder, "found.json")
+        asked = Task(
+            name=run.name,
+            config=dict(run.config),
+            model=bench.model,
+            micro=bench.micro,
+            seq=bench.seq,
+            warmup=bench.warmup,
+            iterations=bench.iterations,
+            memory_steps=list(bench.memory_steps),
+            out=str(out),
+        )
+        task.write_text(json.dumps(asked._asdict()), encoding="utf-8")
+        ended = run_ranks(["-m", "naught.stages.worker", str(task)], nproc=bench.nproc, environment={ERRORS: folder})
+        if ended.signal is not None:
+            raise KeyboardInterrupt
+        if ended.failed:
+            raise NaughtError(cause(left(Path(folder)), ended.failed)[0].removeprefix("naught: ").partition("\n")[0])
+        loaded: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return loaded
+
+
+def _whole(bench: Bench, device: str) -> dict[str, Any]:
+    counts = "bytes that the C allocator has handed out" if device == "cpu" else "bytes allocated by torch"
+    return {
+        "naught": naught.__version__,
+        "torch": torch.__version__,
+        "host": platform.node(),
+        "device": device,
+        "world": bench.nproc,
+        "model": {"name": bench.model, "numel": parse_model(bench.model).numel},
+        "batch": {"micro": bench.micro, "seq": bench.seq},
+        "warmup": bench.warmup,
+        "iterations": bench.iterations,
+        "memory_steps": list(bench.memory_steps),
+        "counts": counts,
+    }

@@ -1,0 +1,87 @@
+"""Forecasting: what a run will hold, send and compute on each rank, before its first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from naught.config import Batch, placement_of
+from naught.config.recipe import Recipe
+from naught.errors import ModelError
+from naught.estimate import forecast
+from naught.formulas import recipe as byte_recipe
+from naught.job import ActivationBytes, Checkpointing, Job
+from naught.machine import detect
+from naught.modules import model_of
+from naught.placement import PLACEMENTS, Tier
+from naught.sizes import PlacedRun
+from naught.trace import trace_activations
+
+__all__ = ["Expected", "dtype_of", "expect"]
+
+_LOG = logging.getLogger("naught")
+
+_BACKWARD = 2  # a backward computes as much as two forwards
+
+
+class Expected(NamedTuple):
+    """The bytes of a rank by category, all of them, and those of a rank at stage 0; what it sends in a step by collective, and
+    what it computes in one."""
+
+    memory: Mapping[str, int]
+    total: int
+    whole: int  # all of them if nothing were split
+    sent: Mapping[str, int]
+    flops: int | None  # None: the model cannot be traced
+
+
+def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expected:
+    """The planner's forecast for just this model, placement, precision and batch, its activations traced."""
+    checkpointing = Checkpointing.BLOCK if recipe.model.checkpointing else Checkpointing.NONE
+    job = Job(
+        micro_batch=batch.micro,
+        seq=recipe.data.seq,
+        accumulation=batch.accumulation,
+        recipe=byte_recipe(dtype_of(recipe), _optimizer(recipe)),
+        checkpointing=checkpointing,
+    )
+    placement = placement_of(recipe)
+    runs = model_of(model).runs
+    activations = _activations(model, recipe, batch.micro)
+    machine = replace(detect()[0], ranks=world, ranks_per_node=world)
+    found, whole = (
+        forecast("run", [PlacedRun(run, place) for run in runs], activations, machine, job)
+        for place in (placement, PLACEMENTS["stage0"])
+    )
+    memory = {category.value: nbytes for category, nbytes in found.memory[Tier.DEVICE].items()}
+    passes = 1 + _BACKWARD + recipe.model.checkpointing
+    flops = activations.forward_flops and activations.forward_flops * passes * batch.accumulation
+    return Expected(memory, sum(memory.values()), whole.total(Tier.DEVICE), dict(found.volume), flops)
+
+
+def dtype_of(recipe: Recipe) -> str:
+    return "fp16" if recipe.fp16.enabled else "bf16" if recipe.bf16.enabled else "fp32"
+
+
+def _optimizer(recipe: Recipe) -> str:
+    if recipe.optimizer is None:
+        return "adamw"
+    momentum = "-momentum" if getattr(recipe.optimizer.params, "momentum", 0) else ""
+    return recipe.optimizer.type.lower() + momentum
+
+
+def _activations(model: nn.Module, recipe: Recipe, micro: int) -> ActivationBytes:
+    floats = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype_of(recipe))
+    with torch.device("meta"):
+        ids = torch.empty(micro, recipe.data.seq, dtype=torch.int64)
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    try:
+        return trace_activations(model, (), inputs, floats=floats)
+    except ModelError as error:
+        _LOG.warning("the plan leaves activations out: %s", error.what)
+        return ActivationBytes(0, 0, 0, "nothing", None)

@@ -1,0 +1,229 @@
+"""Rank: the life of one rank of a run, from its recipe to its status. All ranks live it together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from naught import comm
+from naught.accelerator import get_accelerator
+from naught.comm import Group, Ledger
+from naught.config.recipe import Recipe
+from naught.config.resolving import Resolved
+from naught.errors import CheckpointError
+from naught.quantity import show_bytes
+from naught.report import write_report
+from naught.trainer.console import Console, clock
+from naught.trainer.failing import failure_of, leave, status_of, tell_folder
+from naught.trainer.introducing import Introduction, device_title, environment
+from naught.trainer.measures import Measures, peak_flops
+from naught.trainer.preparing import prepare
+from naught.trainer.run_folder import RunFolder
+from naught.trainer.seating import agree_on_folder, launch_name, redirect_output
+from naught.trainer.stopping import Stop, listening
+from naught.trainer.telling import Teller
+from naught.trainer.training import Outcome, Training
+
+__all__ = ["STOPPED", "Asked", "run_rank"]
+
+STOPPED = 75  # the status of a run that a signal has ended, after it was saved: start it again and it goes on
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for."""
+
+    resolved: Resolved
+    runs: Path
+    name: str
+    resumed: Path | None  # the run to go on with; None: a new one
+    command: str
+    quiet: bool = False
+    as_json: bool = False
+    traceback: bool = False
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.resolved.recipe
+
+
+def run_rank(asked: Asked) -> int:
+    """Live the life of this rank, and return its status: 0, or 75 if a signal has ended it, or that of an error."""
+    with listening() as stop:
+        life = _Life(asked, stop)
+        try:
+            return life.live()
+        except Exception as error:
+            return life.fail(error)
+
+
+class _Life:
+    """One rank's, until it ends."""
+
+    def __init__(self, asked: Asked, stop: Stop) -> None:
+        self.asked, self.stop = asked, stop
+        self.rank = 0
+        self.folder: Path | None = None  # None: the ranks have not met yet
+        self.run: RunFolder | None = None  # None: likewise, or another rank writes it
+        self.console = Console(quiet=asked.quiet, as_json=asked.as_json)
+
+    def live(self) -> int:
+        recipe = self.asked.recipe
+        comm.init_distributed(_backend(recipe))
+        group = Group(Ledger(), torch.device("cpu"), reduce_numel=1)
+        self.rank = group.rank
+        self.folder, goes_on = agree_on_folder(group, self.asked.runs, self.asked.name, self.asked.resumed)
+        if self.rank == 0:
+            self._move_in(self.folder, goes_on)
+        group.meet()
+        if self.rank > 0:
+            redirect_output(self._log)
+            self.console = Console(quiet=True)
+        found = prepare(recipe, group, self.folder, self._introduce)
+        intro, engine = found.introduction, found.engine
+        measures = Measures(
+            engine,
+            intro.expected,
+            tokens=intro.batch.train * recipe.data.seq,
+            peak=peak_flops(device_title()),
+            bytes_per_token=intro.corpus.bytes_per_token,
+        )
+        teller = Teller(self.run, self.console, steps=recipe.train.steps, every=recipe.train.log_every)
+        training = Training(engine, recipe, found.validation, self.folder / "ckpt", measures, teller, self.stop)
+        if goes_on:
+            self._go_on(training)
+        outcome = training.go()
+        status = self._end(training, outcome, intro)
+        engine.destroy()
+        comm.shut_down()
+        return status
+
+    @property
+    def _log(self) -> Path:
+        assert self.folder is not None
+        return self.folder / "logs" / f"rank{self.rank}.log"
+
+    def _move_in(self, folder: Path, goes_on: bool) -> None:
+        """Write down what will be done."""
+        tell_folder(folder)
+        run = self.run = RunFolder(folder)
+        if goes_on:
+            run.reread()
+        resolved = self.asked.resolved
+        settings = resolved.recipe.model_dump(mode="json", exclude={"auto"})
+        run.write("config.json", {"settings": settings, "origins": resolved.origins, "given": resolved.given})
+        run.write("env.json", environment())
+        run.write("command.txt", self.asked.command + "\n")
+        number, _, name = folder.name.partition("-")
+        run.tell(
+            name=name,
+            number=int(number) if number.isdigit() else 0,
+            status="running",
+            started=run.facts.get("started", _now()),
+            ended=None,
+            error=None,
+            command=self.asked.command,
+            launch=launch_name(os.environ),
+            peak=None,
+        )
+
+    def _introduce(self, introduction: Introduction) -> None:
+        if self.run is not None:
+            self.run.tell(**introduction.facts())
+            for title, text in introduction.lines(_shown(self.run.path)):
+                self.console.say(title, text)
+
+    def _go_on(self, training: Training) -> None:
+        """Take up the newest whole checkpoint. A restart of a run that has none begins again."""
+        try:
+            path, _ = training.engine.load_checkpoint(str(training.checkpoints))
+        except CheckpointError:
+            if self.asked.resumed is not None:
+                raise
+            self.console.say("resume", "there is no checkpoint yet: from the beginning")
+            return
+        tag, step = Path(path).name, training.engine.global_steps
+        if self.run is not None:
+            stage = self.asked.recipe.zero_optimization.stage
+            self.run.record("resume", step, **{"from": tag, "world": training.engine.world_size, "stage": stage})
+        self.console.say("resume", f"from {tag}, {self.asked.recipe.train.steps - step} steps to go")
+
+    def _end(self, training: Training, outcome: Outcome, introduction: Introduction) -> int:
+        measures, stopped = training.measures, outcome.stopped_by is not None
+        if self.run is not None:
+            status = "stopped" if stopped else "done"
+            self.run.record("end", training.engine.global_steps, status=status)
+            self.run.tell(
+                status=status,
+                ended=_now(),
+                peak={"measured": measures.most_bytes or None, "plan": measures.expected.total},
+            )
+            write_report([self.run.path], self.run.path / "report.html")
+            for title, text in self._farewell(self.run.path, training, outcome, introduction):
+                self.console.say(title, text)
+            self.console.close()
+        return STOPPED if stopped else 0
+
+    def _farewell(self, folder: Path, training: Training, outcome: Outcome, introduction: Introduction) -> list[tuple[str, str]]:
+        step, steps = training.engine.global_steps, self.asked.recipe.train.steps
+        report = ("report", f"{_shown(folder / 'report.html')}")
+        if outcome.stopped_by is not None:
+            name = signal.Signals(outcome.stopped_by).name
+            text = f"by {name} after step {step} of {steps}, and saved; naught train --resume {_shown(folder)} goes on"
+            return [("stopped", text), report]
+        assert outcome.loss is not None and self.run is not None
+        bits, measures = training.measures.bits(outcome.loss), training.measures
+        told = f"{steps} steps in {clock(self.run.seconds)}  validation loss {outcome.loss:.4f}"
+        if bits is not None:
+            yardsticks = ", ".join(f"{name} {value:.2f}" for name, value in introduction.corpus.yardsticks.items())
+            told += f"  {bits:.3f} bits per byte" + (f" ({yardsticks})" if yardsticks else "")
+        lines = [("done", told)]
+        if measures.most_bytes:
+            plan = measures.expected.total
+            share = 100 * (measures.most_bytes / plan - 1)
+            lines.append(("memory", f"peak {show_bytes(measures.most_bytes)} a rank, plan {show_bytes(plan)} ({share:+.0f}%)"))
+        return [*lines, report]
+
+    def fail(self, error: Exception) -> int:
+        """Leave the traceback in the log and the cause where it is told, once."""
+        failure = failure_of(error, self.rank)
+        story = "".join(traceback.format_exception(error))
+        if self.folder is not None:
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(story)
+        if self.run is not None:
+            self.console.close()
+            self.run.tell(status="failed", ended=_now(), error=failure.text)
+            write_report([self.run.path], self.run.path / "report.html")
+        if self.asked.traceback:
+            sys.stderr.write(story)
+        if not leave(failure) and self.rank == 0:
+            print(failure.text, file=sys.stderr)
+        return status_of(error)
+
+
+def _backend(recipe: Recipe) -> str | None:
+    """What ranks speak. Several of them on one GPU cannot speak NCCL."""
+    asked = recipe.train.backend
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return None if asked == "auto" else asked
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > accelerator.device_count()
+    return "gloo" if asked == "gloo" or (asked == "auto" and shared) else None
+
+
+def _shown(path: Path) -> str:
+    """A path as short as it is from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
