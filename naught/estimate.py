@@ -75,7 +75,7 @@ def forecast(
     memory[Tier.DEVICE][Category.BUFFERS] += work.device_buffers
     memory[Tier.HOST][Category.BUFFERS] += work.host_buffers
     kept = job.checkpointing is Checkpointing.NONE
-    memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.full if kept else activations.working
+    memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
     if not kept:
         tier = Tier.HOST if job.checkpointing is Checkpointing.HOST else Tier.DEVICE
         memory[tier][Category.CHECKPOINTS] += activations.checkpoints

@@ -48,7 +48,8 @@ class Job:
 class ActivationBytes(NamedTuple):
     """Activations of one micro-batch: all of them, those alive while one block is recomputed, and the checkpoints.
 
-    `forward_flops` is what the forward computes; None is two for each parameter and token.
+    `forward_flops` is what the forward computes; None is two for each parameter and token. `gradient` is what a backward makes
+    of the widest of them, while all of them are still there.
     """
 
     full: int
@@ -56,6 +57,7 @@ class ActivationBytes(NamedTuple):
     checkpoints: int
     source: str
     forward_flops: int | None = None
+    gradient: int = 0
 
 
 def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:

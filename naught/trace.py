@@ -27,6 +27,8 @@ from naught.units import UnitRules, UnitSpec, find_units
 
 __all__ = ["trace_activations"]
 
+_WIDE = 4  # bytes of a 32-bit float
+
 
 def trace_activations(
     module: nn.Module,
@@ -42,7 +44,7 @@ def trace_activations(
     its weights and floating inputs had this type.
     """
     rows = _rows(module, find_units(describe(module), rules))
-    ledger = _Ledger()
+    ledger = _Ledger(narrow=floats is not None and floats.itemsize < _WIDE)
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         for row in rows:
@@ -116,17 +118,23 @@ class _Call:
 class _Ledger:
     """What autograd saved and the operators computed, by call; each storage once."""
 
+    narrow: bool  # whether the module computes in 16 bits
     outside: _Call = field(default_factory=_Call)
     calls: list[_Call] = field(default_factory=list)
     current: _Call | None = None
     counter: FlopCounterMode = field(default_factory=lambda: FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION))
     known: set[int] = field(default_factory=set)
     entered: set[int] = field(default_factory=set)
+    widest: int = 0  # of what was saved outside of blocks: in a model of language what the loss is computed from
     alive: list[Any] = field(default_factory=list)  # keeps storages from being freed and their addresses reused
 
     def pack(self, tensor: Tensor) -> Tensor:
         if self._first_time(tensor, self.known):
-            (self.current or self.outside).saved += tensor.untyped_storage().nbytes()
+            nbytes = tensor.untyped_storage().nbytes()
+            (self.current or self.outside).saved += nbytes
+            if self.current is None and tensor.is_floating_point():
+                casts = self.narrow and tensor.dtype.itemsize >= _WIDE  # its gradient is cast back to 16 bits
+                self.widest = max(self.widest, nbytes + (nbytes // 2 if casts else 0))
         return tensor
 
     @contextmanager
@@ -164,6 +172,7 @@ class _Ledger:
             checkpoints=sum(call.inputs for call in self.calls),
             source="a trace on fake tensors",
             forward_flops=outside_flops + sum(call.flops for call in self.calls),
+            gradient=self.widest,
         )
 
 

@@ -123,7 +123,16 @@ def test_what_a_rank_has_heard_from_another_is_told_by_that_one():
 
 
 def test_notes_of_an_error_are_told_with_it():
-    error = MemoryError("no room")
-    error.add_note("naught: make the batch smaller")
-    assert failure_of(error, 0).text.splitlines()[1] == "naught: make the batch smaller"
+    error = ValueError("no good")
+    error.add_note("naught: this is why")
+    assert failure_of(error, 0).text.splitlines()[1] == "naught: this is why"
     assert status_of(error) == 1
+
+
+def test_a_shortage_is_told_by_what_is_held_and_not_by_torchs_page():
+    error = MemoryError("a long page")
+    error.add_note("naught: out of memory in the forward of step 1\n  held: weights 6 GB")
+    first, second, third = failure_of(error, 3).text.splitlines()
+    assert first == "naught: rank 3: out of memory in the forward of step 1"
+    assert second == "  held: weights 6 GB"
+    assert "model.checkpointing=true" in third

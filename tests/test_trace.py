@@ -91,6 +91,14 @@ def test_traced_activations_equal_what_a_real_forward_saves(layers, tied):
     assert traced.full == saved_bytes(module, ids, labels=labels)
 
 
+def test_the_gradient_of_the_logits_is_counted_beside_what_is_saved():
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    logits = 2 * 16 * 64
+    assert trace_activations(Gpt(3), (ids,), {"labels": ids}).gradient == 4 * logits
+    narrow = trace_activations(Gpt(3), (ids,), {"labels": ids}, floats=torch.bfloat16).gradient
+    assert narrow in (2 * logits, 6 * logits), "a loss in 16 bits, or one in 32 whose gradient is cast back"
+
+
 def test_a_convolutional_model_is_traced_too():
     module = Conv()
     images = torch.randn(2, 3, 12, 12)

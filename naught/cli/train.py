@@ -82,7 +82,7 @@ def _as_rank(options: argparse.Namespace, resolved: Resolved, resumed: Path | No
     asked = Asked(
         resolved=resolved,
         runs=Path(options.runs),
-        name=train.name or ("demo" if model.name == DEMO_MODEL else Path(model.name.partition(":")[0]).stem),
+        name=train.name or _run_name(model.name),
         resumed=resumed,
         command=shlex.join(["naught", *options.arguments]),
         quiet=options.quiet,
@@ -96,6 +96,14 @@ def _as_rank(options: argparse.Namespace, resolved: Resolved, resumed: Path | No
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _run_name(model: str) -> str:
+    """What a run is called if nobody has said: by its model, or by the folder or file that it comes from."""
+    if model == DEMO_MODEL:
+        return "demo"
+    path = Path(model)
+    return path.resolve().name.removesuffix(".json") if path.exists() else model.partition(":")[0]
 
 
 def _by_agent(options: argparse.Namespace, nproc: int) -> int:

@@ -41,6 +41,7 @@ class Train(Block):
     eval_batches: Annotated[Count, Key("batches of an evaluation on the way; 0 is all of the data, as the last one has")] = 20
     save_every: Annotated[Count, Key("steps between two checkpoints; 0 saves at the end only")] = 0
     save_last: Annotated[Flag, Key("save when the run is over")] = True
+    deterministic: Annotated[Flag, Key("compute only with kernels that round alike every time; slower on a GPU")] = False
     backend: Annotated[
         Literal["auto", "gloo", "nccl"], Key("what ranks speak; auto is nccl on GPUs, and gloo where ranks share one or on CPUs")
     ] = "auto"

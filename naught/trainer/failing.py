@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from naught.comm.agent import RankExit
+from naught.devices import is_out_of_memory
 from naught.errors import ConfigError, NaughtError
 from naught.trainer.run_folder import RunFolder
 
@@ -50,10 +51,19 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     elif isinstance(error, NaughtError):
         text = f"naught: {error}"
     else:
-        notes = getattr(error, "__notes__", [])
-        said = (str(error).strip().splitlines() or [""])[0]
-        text = "\n".join([f"naught: rank {rank} failed with {type(error).__name__}: {said} [{_place(error)}]", *notes])
+        text = _story(error, rank)
     return Failure(rank, text, _distance(error), status_of(error), time.time())
+
+
+def _story(error: BaseException, rank: int) -> str:
+    notes = getattr(error, "__notes__", [])
+    if is_out_of_memory(error) and notes:  # which say it better
+        return "\n".join([f"naught: rank {rank}: {notes[0].removeprefix('naught: ')}", *notes[1:], _ROOM])
+    said = (str(error).strip().splitlines() or [""])[0]
+    return "\n".join([f"naught: rank {rank} failed with {type(error).__name__}: {said} [{_place(error)}]", *notes])
+
+
+_ROOM = "  with naught train: model.checkpointing=true, micro_batch=N with accumulation=N, --dtype bf16, --stage 3, --nproc N"
 
 
 def _distance(error: BaseException) -> int:

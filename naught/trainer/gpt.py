@@ -18,6 +18,7 @@ from naught.shapes import Transformer
 __all__ = ["Attention", "Block", "Gpt", "Mlp"]
 
 _STD = 0.02
+_NOTHING = -100
 _ROTARY_BASE = 10_000.0
 
 
@@ -57,7 +58,9 @@ class Gpt(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         if labels is None:
             return logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        # The last token of a row has nothing to predict. To leave it out here is cheaper than to cut it off the logits.
+        targets = F.pad(labels[:, 1:], (0, 1), value=_NOTHING)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=_NOTHING)
 
 
 class Block(nn.Module):

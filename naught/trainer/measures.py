@@ -88,7 +88,8 @@ class Measures:
     def _counts(self) -> _Counts:
         report = self.engine.report()
         waited: Counter[str] = Counter()
-        for key, seconds in report["waited"].items():
+        alone = self.engine.world_size == 1
+        for key, seconds in ({} if alone else report["waited"]).items():
             waited[key.partition(" ")[0]] += seconds
         sent: Counter[str] = Counter()
         for (collective, _, _), nbytes in self.engine.watch.ledger.sent.items():

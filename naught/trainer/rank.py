@@ -76,6 +76,9 @@ class _Life:
 
     def live(self) -> int:
         recipe = self.asked.recipe
+        if recipe.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else sums of a GPU depend on its mood
+            torch.use_deterministic_algorithms(True)
         comm.init_distributed(_backend(recipe))
         group = Group(Ledger(), torch.device("cpu"), reduce_numel=1)
         self.rank = group.rank
