@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -378,10 +379,13 @@ def rates_and_weights(engine: Engine, steps: int = 5, **kwargs: Any) -> tuple[li
 
 
 def by_torch(how: str, stage: int) -> tuple[list[list[float]], str]:
-    """A scheduler made of the user's optimizer before, by a function, or of the engine's optimizer afterwards."""
-    import warnings
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns if it believes that no step has been
+        return scheduled(how, stage)
 
-    warnings.simplefilter("error")  # torch warns if it believes that no step has been
+
+def scheduled(how: str, stage: int) -> tuple[list[list[float]], str]:
+    """A scheduler made of the user's optimizer before, by a function, or of the engine's optimizer afterwards."""
     model = model_of()
     optimizer = torch.optim.AdamW(decay_and_none(model), lr=1e-2, fused=True)
 

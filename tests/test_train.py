@@ -79,6 +79,7 @@ def interrupted(at: int, do: Callable[[int], None], *words: str) -> tuple[int, s
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     done = False
@@ -212,8 +213,13 @@ def train_on(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_signal_to_the_agent_stops_all_ranks_the_same_way(place):
-    status, errors = interrupted(3, lambda agent: os.kill(agent, signal.SIGTERM), "steps=400")
+@pytest.mark.parametrize(
+    "tell",
+    [lambda agent: os.kill(agent, signal.SIGTERM), lambda agent: os.killpg(agent, signal.SIGINT)],
+    ids=["SIGTERM to the agent", "a key on the terminal, which reaches all"],
+)
+def test_a_signal_to_the_agent_stops_all_ranks_the_same_way(place, tell):
+    status, errors = interrupted(3, tell, "steps=400")
     assert (status, errors) == (75, "")
     assert facts(place / "runs" / "0001-gpt")["status"] == "stopped"
 

@@ -26,7 +26,7 @@ __all__ = ["run_train"]
 def run_train(options: argparse.Namespace) -> int:
     if options.resume is not None and "=" in options.resume:  # --resume steps=50: the last run, and a change of it
         options.words, options.resume = [*options.words, options.resume], "last"
-    resumed = None if options.resume is None else find_run(options.resume, Path(options.runs))
+    resumed = None if options.resume is None else find_run(options.resume, Path(options.runs), marks=["run.json"])
     resolved = _resolved(options, resumed)
     if options.print_config:
         print(json.dumps(resolved.recipe.model_dump(mode="json", exclude={"auto"}), indent=2))
@@ -114,11 +114,12 @@ def _by_agent(options: argparse.Namespace, nproc: int) -> int:
     with tempfile.TemporaryDirectory(prefix="naught-") as folder:
         arguments = ["-m", "naught", *options.arguments]
         ended = run_ranks(arguments, nproc=nproc, max_restarts=options.max_restarts, environment={ERRORS: folder})
-        if ended.signal is not None or any(found.status == STOPPED for found in ended.failed):
+        failures = left(Path(folder))
+        if not failures and (ended.signal is not None or any(found.status == STOPPED for found in ended.failed)):
             return STOPPED
-        if not ended.failed:
+        if not failures and not ended.failed:
             return 0
-        text, status = cause(left(Path(folder)), ended.failed)
+        text, status = cause(failures, ended.failed)
         mark_failed(Path(folder), text)
         print(text, file=sys.stderr)
         return status

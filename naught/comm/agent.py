@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,11 +48,9 @@ def run_ranks(
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they would tell of each rank, at length
-    with tempfile.TemporaryDirectory(prefix="naught-") as folder:
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _PATIENCE_S)
-        os.environ.update(environment or {})
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_each(nproc)))
+    defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _PATIENCE_S, "OMP_NUM_THREADS": str(threads_of_each(nproc))}
+    ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environment or {})}
+    with tempfile.TemporaryDirectory(prefix="naught-") as folder, _environment({**defaults, **os.environ, **ours}):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -69,10 +68,28 @@ def run_ranks(
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             exits = [RankExit(rank, failure.exitcode, failure.timestamp) for rank, failure in error.failures.items()]
-            return Ended(tuple(sorted(exits, key=lambda found: (found.status == -signal.SIGTERM, found.status >= 0, found.rank))))
+            return Ended(tuple(sorted(exits, key=_how_late)))
         except SignalException as stop:
             return Ended(signal=int(stop.sigval))
     return Ended()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """While open these are the variables, which ranks inherit."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _how_late(found: RankExit) -> tuple[object, ...]:
+    """Those that the agent stopped come last; those that were killed first; a traceback, which has status 1, is often of a rank
+    that lost another."""
+    return found.status == -signal.SIGTERM, found.status >= 0, found.time_s, found.status == 1, found.rank
 
 
 def threads_of_each(nproc: int) -> int:

@@ -36,6 +36,11 @@ class Pending:
 _NOTHING = Pending()
 
 
+# Torch 2.13 has new names for these, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Wire(Protocol):
     blocks: bool  # a wait keeps the host, and not only its device, until everything has arrived
 
@@ -80,12 +85,12 @@ class Collectives:
         return 0 if dtype.itemsize >= _WIDE else shard_numel * (self.size * dtype.itemsize + _WIDE)
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor]) -> Pending:
-        return Pending([dist.all_gather_into_tensor(flat, slices[self.rank], async_op=True)])
+        return Pending([_all_gather(flat, slices[self.rank], async_op=True)])
 
     def reduce(self, flat: Tensor, slices: Sequence[Tensor], divisor: float) -> Pending:
         mine = slices[self.rank]
         if flat.dtype.itemsize >= _WIDE:
-            return Pending([dist.reduce_scatter_tensor(mine, flat, async_op=True)], lambda: _divide(mine, divisor))
+            return Pending([_reduce_scatter(mine, flat, async_op=True)], lambda: _divide(mine, divisor))
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, async_op=True)
         parts = list(torch.split(received, mine.numel())) if mine.numel() else [mine] * self.size

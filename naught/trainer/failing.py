@@ -50,6 +50,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         text = str(error)
     elif isinstance(error, NaughtError):
         text = f"naught: {error}"
+    elif isinstance(error, KeyboardInterrupt):
+        text = "naught: interrupted, and not saved"
     else:
         text = _story(error, rank)
     return Failure(rank, text, _distance(error), status_of(error), time.time())

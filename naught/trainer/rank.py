@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,7 +61,7 @@ def run_rank(asked: Asked) -> int:
         life = _Life(asked, stop)
         try:
             return life.live()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             return life.fail(error)
 
 
@@ -194,22 +195,27 @@ class _Life:
             lines.append(("memory", f"peak {show_bytes(measures.most_bytes)} a rank, plan {show_bytes(plan)} ({share:+.0f}%)"))
         return [*lines, report]
 
-    def fail(self, error: Exception) -> int:
+    def fail(self, error: BaseException) -> int:
         """Leave the traceback in the log and the cause where it is told, once."""
         failure = failure_of(error, self.rank)
         story = "".join(traceback.format_exception(error))
-        if self.folder is not None:
-            with self._log.open("a", encoding="utf-8") as log:
-                log.write(story)
-        if self.run is not None:
-            self.console.close()
-            self.run.tell(status="failed", ended=_now(), error=failure.text)
-            write_report([self.run.path], self.run.path / "report.html")
+        self.console.close()
+        with suppress(OSError):  # a disk that is full must not hide the cause
+            self._write_down(failure.text, story)
         if self.asked.traceback:
             sys.stderr.write(story)
         if not leave(failure) and self.rank == 0:
             print(failure.text, file=sys.stderr)
         return status_of(error)
+
+    def _write_down(self, cause: str, story: str) -> None:
+        if self.folder is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(story)
+        if self.run is not None:
+            self.run.tell(status="failed", ended=_now(), error=cause)
+            write_report([self.run.path], self.run.path / "report.html")
 
 
 def _backend(recipe: Recipe) -> str | None:

@@ -58,6 +58,7 @@ def redirect_output(path: Path) -> None:
     """From here on all that this process prints goes into a file, also what native code prints."""
     sys.stdout.flush()
     sys.stderr.flush()
+    path.parent.mkdir(parents=True, exist_ok=True)  # on a node that does not share its disk with rank 0's
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
