@@ -19,7 +19,7 @@ from naught.monitors import Event, Monitor
 from naught.step_log import StepFacts, StepLog
 from naught.watch import Watch
 
-__all__ = ["Observer", "StepFacts", "Throughput"]
+__all__ = ["Observer", "StepFacts", "Throughput", "be_heard"]
 
 _LOG = logging.getLogger("naught")
 
@@ -53,7 +53,7 @@ class Observer:
         self.losses: list[Tensor] = []  # of the step under way, on the device
         self.profiler = Profiler(config.flops_profiler, watch.device) if config.flops_profiler.enabled and rank == 0 else None
         if rank == 0 and _asks_for_lines(config):
-            _be_heard()
+            be_heard()
         comms = config.comms_logger
         if comms.enabled and rank == 0:
             listen(watch.ledger, ops=None if comms.prof_all else comms.prof_ops, verbose=comms.verbose, debug=comms.debug)
@@ -72,7 +72,7 @@ class Observer:
         """A step is over, taken or skipped."""
         self.throughput.note(facts.samples)
         if self.monitor.enabled:
-            self._write(self._events(facts))
+            self.write(self._events(facts))
             self.losses.clear()
         if self.log is not None:
             self.log.stepped(facts)
@@ -81,7 +81,7 @@ class Observer:
         """The step under way is given up."""
         self.losses.clear()
 
-    def _write(self, events: list[Event]) -> None:
+    def write(self, events: list[Event]) -> None:
         """Only this rank writes, and the others go on: a disk that is full must not part them. It is said, once."""
         try:
             self.monitor.write_events(events)
@@ -110,10 +110,10 @@ def _asks_for_lines(config: Config) -> bool:
     return any(asked) or config.flops_profiler.enabled
 
 
-def _be_heard() -> None:
+def be_heard(level: int = logging.INFO) -> None:
     """Somebody has asked for lines: let them be seen also where nobody has set logging up."""
     if not _LOG.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("naught: %(message)s"))
         _LOG.addHandler(handler)
-        _LOG.setLevel(logging.INFO)
+        _LOG.setLevel(level)

@@ -120,6 +120,12 @@ def test_a_file_that_holds_no_token_numbers_is_refused(tmp_path, array, said):
         corpus_of(f"data={path}")
 
 
+def test_text_and_token_numbers_are_not_mixed(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(1000, dtype=np.uint16))
+    with pytest.raises(UsageError, match="the other is text"):
+        corpus_of(f"data={tmp_path / 'x.txt'}", f"validation_path={tmp_path / 'ids.npy'}")
+
+
 def test_pickles_are_never_loaded(tmp_path):
     np.save(tmp_path / "ids.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(UsageError, match="cannot be read"):

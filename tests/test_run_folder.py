@@ -128,6 +128,16 @@ def test_quiet_says_nothing_and_programs_get_records():
     assert json.loads(program.getvalue()) == {"kind": "step", "step": 1}
 
 
+def test_a_reader_that_has_seen_enough_does_not_end_a_run():
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with os.fdopen(ours, "w") as stream:
+        console = Console(stream)
+        for _ in range(2):
+            console.record({}, "a line")
+        assert console.quiet
+
+
 def test_on_a_terminal_a_bar_is_drawn_and_gives_way_to_lines():
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as stream:

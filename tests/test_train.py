@@ -215,8 +215,12 @@ def train_on(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "tell",
-    [lambda agent: os.kill(agent, signal.SIGTERM), lambda agent: os.killpg(agent, signal.SIGINT)],
-    ids=["SIGTERM to the agent", "a key on the terminal, which reaches all"],
+    [
+        lambda agent: os.kill(agent, signal.SIGTERM),
+        lambda agent: os.kill(agent, signal.SIGUSR1),
+        lambda agent: os.killpg(agent, signal.SIGINT),
+    ],
+    ids=["SIGTERM", "SIGUSR1", "a key on the terminal, which reaches all"],
 )
 def test_a_signal_to_the_agent_stops_all_ranks_the_same_way(place, tell):
     status, errors = interrupted(3, tell, "steps=400")
@@ -250,7 +254,16 @@ def test_a_rank_that_is_killed_is_named_and_the_run_is_marked(place):
     assert status == 1
     assert errors.startswith("naught: rank 1 was killed by SIGKILL: often the kernel, where memory runs out")
     assert errors.count("\n") == 1, "one cause, and no traceback"
-    assert facts(place / "runs" / "0001-gpt")["status"] == "failed"
+    told = facts(place / "runs" / "0001-gpt")
+    assert told["status"] == "failed"
+    assert told["error"] == errors.strip(), "not what rank 0 has met"
+
+
+def test_a_restart_before_the_first_checkpoint_begins_again_in_the_same_folder(place):
+    status, errors = interrupted(2, to_rank(1, signal.SIGKILL), "steps=4", "save_last=false", "--max-restarts", "1")
+    assert (status, errors) == (0, "")
+    (run,) = (place / "runs").iterdir()
+    assert sorted(losses(run)) == [1, 2, 3, 4]
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -291,6 +304,7 @@ def test_mistakes_on_the_command_line_are_told_before_anything_starts(place, cap
         (["seq=64"], "has 32 positions, and a sample 64 tokens. Set data.seq to 32 or less"),
         (["--offload"], "naught: the engine keeps all states on the device so far"),
         (["weights=absent.safetensors"], 'naught: there are no weights at "absent.safetensors"'),
+        (["micro_batch=4000"], "the ranks need 8000 at once [data]. Give more text"),
     ],
 )
 def test_mistakes_that_ranks_find_are_told_once(place, words, said):

@@ -87,12 +87,12 @@ def _print(found: Mapping[str, Any]) -> None:
         f"{found['model']['name']} on {found['world']} ranks of {found['device']}, {found['batch']['micro']} x "
         f"{found['batch']['seq']} tokens each; memory is {found['counts']}\n"
     )
-    print_table("memory of rank 0 after each phase", _memory_header(), _memory_rows(taken))
-    print()
-    print_table(
-        f"time of {found['iterations']} iterations after {found['warmup']}", _TIME_HEADER, _time_rows(taken, found["iterations"])
-    )
-    print()
+    if taken:
+        print_table("memory of rank 0 after each phase", _memory_header(), _memory_rows(taken))
+        print()
+        title = f"time of {found['iterations']} iterations after {found['warmup']}"
+        print_table(title, _TIME_HEADER, _time_rows(taken, found["iterations"]))
+        print()
     for run in found["runs"]:
         print(f"{run['name']:<14}{run['why'] if run['available'] else run['reason']}")
 

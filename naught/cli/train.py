@@ -114,11 +114,11 @@ def _by_agent(options: argparse.Namespace, nproc: int) -> int:
     with tempfile.TemporaryDirectory(prefix="naught-") as folder:
         arguments = ["-m", "naught", *options.arguments]
         ended = run_ranks(arguments, nproc=nproc, max_restarts=options.max_restarts, environment={ERRORS: folder})
+        if not ended.failed and ended.signal is None:
+            return 0
         failures = left(Path(folder))
         if not failures and (ended.signal is not None or any(found.status == STOPPED for found in ended.failed)):
             return STOPPED
-        if not failures and not ended.failed:
-            return 0
         text, status = cause(failures, ended.failed)
         mark_failed(Path(folder), text)
         print(text, file=sys.stderr)

@@ -64,6 +64,8 @@ def run_ranks(
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        # Slurm can send it before a job's time is up, and the agent does not know it.
+        before = signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -71,6 +73,8 @@ def run_ranks(
             return Ended(tuple(sorted(exits, key=_how_late)))
         except SignalException as stop:
             return Ended(signal=int(stop.sigval))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
     return Ended()
 
 

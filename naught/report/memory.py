@@ -52,7 +52,7 @@ class _Group(NamedTuple):
 _GROUPS = (
     _Group("parameters", ("parameters",), ("weights",)),
     _Group("gradients", ("gradients",), ("whole gradients", "owned gradients")),
-    _Group("optimizer states", ("optimizer",), ("states",)),
+    _Group("optimizer states", ("optimizer",), ("states", "masters")),
     _Group("gathered", ("gathered",), ("gathered weights", "gradient flats"), passing=True),
     _Group(OTHER, ("activations", "checkpoints"), (OTHER,)),
     _Group("buffers", ("buffers",), ("reduce scratch", "loaded weights", "loaded gradients"), passing=True),

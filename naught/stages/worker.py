@@ -168,7 +168,7 @@ class _Split:
         return loss.detach()
 
     def held(self) -> dict[str, int]:
-        kinds = {"weights": ("weights",), "gradients": ("whole gradients", "owned gradients"), "states": ("states",)}
+        kinds = {"weights": ("weights",), "gradients": ("whole gradients", "owned gradients"), "states": ("states", "masters")}
         after = self.engine.report()["after"]["backward"]
         return {kind: sum(after.get(name, 0) for name in names) for kind, names in kinds.items()}
 

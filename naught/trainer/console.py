@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from typing import Any, TextIO
@@ -26,7 +27,7 @@ class Console:
     def say(self, title: str, text: str) -> None:
         """A line of its own: what it is about, and what is to be said of it."""
         if not self.quiet and not self.as_json:
-            self._print(f"{title:<7}{text}")
+            self._print(f"{title:<6} {text}")
 
     def record(self, found: dict[str, Any], line: str | None) -> None:
         """A record of the metrics: as it is for programs, and for people as a line, if it is worth one."""
@@ -48,8 +49,12 @@ class Console:
         if self.drawn:
             self.stream.write("\r\x1b[K")
             self.drawn = False
-        self.stream.write(line + "\n")
-        self.stream.flush()
+        try:
+            self.stream.write(line + "\n")
+            self.stream.flush()
+        except BrokenPipeError:  # the reader (head, say) has seen enough; training goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            self.quiet, self.bar = True, False
 
     def close(self) -> None:
         if self.drawn:

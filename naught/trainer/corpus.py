@@ -18,6 +18,7 @@ import numpy as np
 
 from naught.cache import cache_folder
 from naught.config.recipe import Recipe
+from naught.errors import UsageError
 from naught.trainer.texts import Text, Texts, find_texts, share_out, stdlib_texts
 from naught.trainer.tokens import Encoder, Part, Tokens, describe, encoder_of, map_tokens, write_tokens
 
@@ -42,7 +43,12 @@ class Corpus:
 
 def prepare_corpus(recipe: Recipe) -> Path | None:
     """Encode what has not been encoded yet. Returns the folder that holds it; None: the data are token numbers already."""
-    if _is_tokens(recipe.data.path):
+    data = recipe.data
+    if data.validation_path is not None and _is_tokens(data.path) != _is_tokens(data.validation_path):
+        raise UsageError(
+            "one of data.path and data.validation_path is of token numbers, and the other is text", fix="give both alike"
+        )
+    if _is_tokens(data.path):
         return None
     encoder = encoder_of(recipe.data.tokenizer)
     title, train, aside = _parts(recipe)

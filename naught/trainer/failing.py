@@ -19,15 +19,16 @@ from typing import NamedTuple
 from naught.comm.agent import RankExit
 from naught.devices import is_out_of_memory
 from naught.errors import ConfigError, NaughtError
+from naught.report import write_report
 from naught.trainer.run_folder import RunFolder
 
-__all__ = ["ERRORS", "Failure", "cause", "failure_of", "leave", "left", "mark_failed", "status_of", "tell_folder"]
+__all__ = ["ERRORS", "Failure", "cause", "failure_of", "forget", "leave", "left", "mark_failed", "status_of", "tell_folder"]
 
 ERRORS = "NAUGHT_ERRORS"  # the folder in which ranks leave their errors, if somebody reads them
 
 # What a rank meets when another is gone: a consequence.
 _LOST = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out|remote process|NCCL|gloo.*read",
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out|pair closure|NCCL|gloo.*read",
     re.IGNORECASE,
 )
 _HEARD = re.compile(r"\brank \d+$")  # how comm.together marks what another rank has found
@@ -94,6 +95,13 @@ def leave(failure: Failure) -> bool:
     return True
 
 
+def forget(rank: int) -> None:
+    """A rank that is started anew has not failed."""
+    folder = os.environ.get(ERRORS)
+    if folder is not None:
+        Path(folder, f"rank{rank}.json").unlink(missing_ok=True)
+
+
 def tell_folder(path: Path) -> None:
     """Say in which folder the run is, for the case that rank 0 is killed and cannot say that it failed."""
     folder = os.environ.get(ERRORS)
@@ -102,13 +110,13 @@ def tell_folder(path: Path) -> None:
 
 
 def mark_failed(folder: Path, text: str) -> None:
-    """Write into the run's folder that it has failed, where no rank could."""
+    """Write into the run's folder why it has failed: rank 0 may have known less, or nothing any more."""
     told = folder / "folder"
     if told.exists():
         run = RunFolder(Path(told.read_text(encoding="utf-8")))
         run.reread()
-        if run.facts["status"] == "running":
-            run.tell(status="failed", error=text)
+        run.tell(status="failed", error=text)
+        write_report([run.path], run.path / "report.html")
 
 
 def left(folder: Path) -> list[Failure]:

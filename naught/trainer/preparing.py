@@ -12,6 +12,7 @@ from naught.config.recipe import Recipe
 from naught.config.resolving import engine_document
 from naught.data import Loader, loader_of
 from naught.engine import Engine
+from naught.errors import UsageError
 from naught.extras import need
 from naught.start import initialize
 from naught.trainer.corpus import Corpus, open_corpus, prepare_corpus
@@ -78,5 +79,11 @@ def _in_folder(document: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _samples(recipe: Recipe, corpus: Corpus, group: Group, micro: int) -> Samples:
     rows = Windows(corpus.train, recipe.data.seq, what="training data")
+    if len(rows) < micro * group.size:
+        raise UsageError(
+            f"the training data has {len(rows)} samples of {recipe.data.seq} tokens; the ranks need {micro * group.size} at once",
+            where="data",
+            fix="give more text, or make data.seq, the micro-batch or the number of ranks smaller",
+        )
     loader = loader_of(rows, batch_size=micro, rank=group.rank, world=group.size, drop_last=True, seed=recipe.train.seed)
     return Samples(loader, Windows(corpus.validation, recipe.data.seq, what="validation data"))

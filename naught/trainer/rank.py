@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -18,15 +19,15 @@ from naught.accelerator import get_accelerator
 from naught.comm import Group, Ledger
 from naught.config.recipe import Recipe
 from naught.config.resolving import Resolved
-from naught.errors import CheckpointError
+from naught.observing import be_heard
 from naught.quantity import show_bytes
 from naught.report import write_report
 from naught.trainer.console import Console, clock
-from naught.trainer.failing import failure_of, leave, status_of, tell_folder
+from naught.trainer.failing import failure_of, forget, leave, status_of, tell_folder
 from naught.trainer.introducing import Introduction, device_title, environment
 from naught.trainer.measures import Measures, peak_flops
 from naught.trainer.preparing import prepare
-from naught.trainer.run_folder import RunFolder
+from naught.trainer.run_folder import RunFolder, shown_path
 from naught.trainer.seating import agree_on_folder, launch_name, redirect_output
 from naught.trainer.stopping import Stop, listening
 from naught.trainer.telling import Teller
@@ -57,6 +58,7 @@ class Asked:
 
 def run_rank(asked: Asked) -> int:
     """Live the life of this rank, and return its status: 0, or 75 if a signal has ended it, or that of an error."""
+    be_heard(logging.WARNING)
     with listening() as stop:
         life = _Life(asked, stop)
         try:
@@ -83,6 +85,7 @@ class _Life:
         comm.init_distributed(_backend(recipe))
         group = Group(Ledger(), torch.device("cpu"), reduce_numel=1)
         self.rank = group.rank
+        forget(self.rank)
         self.folder, goes_on = agree_on_folder(group, self.asked.runs, self.asked.name, self.asked.resumed)
         if self.rank == 0:
             self._move_in(self.folder, goes_on)
@@ -135,24 +138,23 @@ class _Life:
             error=None,
             command=self.asked.command,
             launch=launch_name(os.environ),
-            peak=None,
+            peak=run.facts.get("peak"),
         )
 
     def _introduce(self, introduction: Introduction) -> None:
         if self.run is not None:
             self.run.tell(**introduction.facts())
-            for title, text in introduction.lines(_shown(self.run.path)):
+            for title, text in introduction.lines(shown_path(self.run.path)):
                 self.console.say(title, text)
 
     def _go_on(self, training: Training) -> None:
-        """Take up the newest whole checkpoint. A restart of a run that has none begins again."""
-        try:
-            path, _ = training.engine.load_checkpoint(str(training.checkpoints))
-        except CheckpointError:
-            if self.asked.resumed is not None:
-                raise
+        """Take up the newest whole checkpoint. A run that was ended before its first one begins again."""
+        group = training.engine.schedule.group
+        there = any(training.checkpoints.glob("global_step*"))
+        if not bool(group.exchange(torch.tensor([there]))[0]):  # as rank 0 sees it
             self.console.say("resume", "there is no checkpoint yet: from the beginning")
             return
+        path, _ = training.engine.load_checkpoint(str(training.checkpoints))
         tag, step = Path(path).name, training.engine.global_steps
         if self.run is not None:
             stage = self.asked.recipe.zero_optimization.stage
@@ -164,11 +166,8 @@ class _Life:
         if self.run is not None:
             status = "stopped" if stopped else "done"
             self.run.record("end", training.engine.global_steps, status=status)
-            self.run.tell(
-                status=status,
-                ended=_now(),
-                peak={"measured": measures.most_bytes or None, "plan": measures.expected.total},
-            )
+            peak = {"measured": measures.most_bytes or None, "plan": measures.expected.total}
+            self.run.tell(status=status, ended=_now(), peak=peak if measures.most_bytes else self.run.facts["peak"])
             write_report([self.run.path], self.run.path / "report.html")
             for title, text in self._farewell(self.run.path, training, outcome, introduction):
                 self.console.say(title, text)
@@ -177,10 +176,10 @@ class _Life:
 
     def _farewell(self, folder: Path, training: Training, outcome: Outcome, introduction: Introduction) -> list[tuple[str, str]]:
         step, steps = training.engine.global_steps, self.asked.recipe.train.steps
-        report = ("report", f"{_shown(folder / 'report.html')}")
+        report = ("report", shown_path(folder / "report.html"))
         if outcome.stopped_by is not None:
             name = signal.Signals(outcome.stopped_by).name
-            text = f"by {name} after step {step} of {steps}, and saved; naught train --resume {_shown(folder)} goes on"
+            text = f"by {name} after step {step} of {steps}, and saved; naught train --resume {shown_path(folder)} goes on"
             return [("stopped", text), report]
         assert outcome.loss is not None and self.run is not None
         bits, measures = training.measures.bits(outcome.loss), training.measures
@@ -226,12 +225,6 @@ def _backend(recipe: Recipe) -> str | None:
         return None if asked == "auto" else asked
     shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > accelerator.device_count()
     return "gloo" if asked == "gloo" or (asked == "auto" and shared) else None
-
-
-def _shown(path: Path) -> str:
-    """A path as short as it is from here."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _now() -> str:

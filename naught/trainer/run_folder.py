@@ -15,7 +15,7 @@ from typing import Any
 
 from naught.errors import UsageError
 
-__all__ = ["RunFolder", "make_folder"]
+__all__ = ["RunFolder", "make_folder", "shown_path"]
 
 _COLUMNS = (
     *("step", "time_s", "loss", "bpb", "grad_norm", "lr", "loss_scale", "skipped", "samples", "tokens"),
@@ -114,6 +114,12 @@ class RunFolder:
                     rows.writerow(_COLUMNS)
                 rows.writerow([found.get(name) for name in _COLUMNS])
         return found
+
+
+def shown_path(path: Path) -> str:
+    """A path as short as it is from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _plain(value: Any) -> Any:

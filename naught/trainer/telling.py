@@ -7,7 +7,7 @@ from typing import Any
 
 from naught.quantity import show_bytes
 from naught.trainer.console import Console, clock, step_line
-from naught.trainer.run_folder import RunFolder
+from naught.trainer.run_folder import RunFolder, shown_path
 
 __all__ = ["Teller"]
 
@@ -48,4 +48,4 @@ class Teller:
             nbytes = sum(file.stat().st_size for file in path.glob("*")) if path.is_dir() else None  # None: still under way
             found = self.run.record("save", step, tag=path.name, bytes=nbytes, seconds=seconds)
             size = f"{show_bytes(nbytes)}  " if nbytes is not None else "in the background  "
-            self.console.record(found, f"{'save':<7}{path}  {size}{seconds:.1f} s")
+            self.console.record(found, f"{'save':<7}{shown_path(path)}  {size}{seconds:.1f} s")

@@ -53,7 +53,7 @@ class Training:
         while engine.global_steps < train.steps:
             stopped_by = self._step(batches)
             step, last = engine.global_steps, engine.global_steps == train.steps
-            if stopped_by is not None:
+            if stopped_by is not None and not last:
                 self._save()
                 engine.wait_for_checkpoint()
                 return Outcome(stopped_by, None)
@@ -89,7 +89,7 @@ class Training:
         loss = evaluate(self.engine, self.validation, batches=batches)
         bpb, seconds = self.measures.bits(loss), time.perf_counter() - began
         scalars = {"loss": loss} if bpb is None else {"loss": loss, "bits_per_byte": bpb}
-        self.engine.monitor.write_events([(f"Eval/{name}", value, self.engine.global_samples) for name, value in scalars.items()])
+        self.engine.observer.write([(f"Eval/{name}", value, self.engine.global_samples) for name, value in scalars.items()])
         self.teller.evaluated(self.engine.global_steps, loss=loss, bpb=bpb, seconds=seconds)
         return loss
 
