@@ -34,7 +34,7 @@ class Data(Block):
 
 class Train(Block):
     name: Annotated[Text | None, Key("name of the run's folder; null is the model's")] = None
-    steps: Annotated[Positive, Key("steps of the whole run")] = 300
+    steps: Annotated[Positive, Key("steps of the whole run")] = 250
     seed: Annotated[Count, Key("of the weights and of the order of the data")] = 0
     log_every: Annotated[Positive, Key("steps between two lines on the console; metrics have every step")] = 10
     eval_every: Annotated[Count, Key("steps between two evaluations; 0 evaluates at the end only")] = 100

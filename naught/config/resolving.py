@@ -89,6 +89,8 @@ def resolve(source: Path | Mapping[str, Any] | None, overrides: Sequence[Overrid
     """The recipe, or one ConfigError with all that is wrong with it."""
     document = _document(source)
     origins = {dotted(spot): f"{document.source} line {line}" for spot, line in document.lines.items()}
+    if source is None:
+        origins |= {leaf: "the demo" for block, value in _START.items() for leaf in _leaves(block, value)}
     for path, value, origin in overrides:
         _put(document.values, path, value)
         origins[path] = origin
