@@ -22,6 +22,7 @@ from naught.saves.loading import Wanted, load
 from naught.saves.saving import Asked, begin, write
 from naught.saves.snapshot import bytes_of
 from naught.saves.whole import save_weights, whole_state
+from naught.watchdog import Watchdog
 
 __all__ = ["Between"]
 
@@ -31,6 +32,7 @@ class Between(Answers):
 
     parking: Parking
     background: Background
+    watchdog: Watchdog
 
     # --- what is inside ---
 
@@ -119,12 +121,13 @@ class Between(Answers):
             frozen=not exclude_frozen_parameters,
             beside=self.settings.naught.async_save if asynchronous is None else asynchronous,
         )
-        save = begin(self, store, asked, client_state or {})
-        if asked.beside:
-            self.background.start(save)
-        else:
-            with ThreadPoolExecutor(2, "naught-writer") as threads:
-                write(save, self.schedule.group, lambda: bytes_of(save.tensors), threads=threads)
+        with self.watchdog.resting():
+            save = begin(self, store, asked, client_state or {})
+            if asked.beside:
+                self.background.start(save)
+            else:
+                with ThreadPoolExecutor(2, "naught-writer") as threads:
+                    write(save, self.schedule.group, lambda: bytes_of(save.tensors), threads=threads)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -147,14 +150,16 @@ class Between(Answers):
             raise UsageError("custom_load_fn is not available", fix="leave it out")
         self.background.wait()
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
+        with self.watchdog.resting():
+            found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
         return f"{load_dir}/{found}", client_state
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
         """Take over whole weights from a safetensors file, or from a folder as Hugging Face writes them: every rank reads the
         bytes that it keeps, straight into its shards. All ranks must call. The optimizer is left as it is."""
         self.background.wait()
-        import_weights(self, RealDisk(), Path(path), strict=strict)
+        with self.watchdog.resting():
+            import_weights(self, RealDisk(), Path(path), strict=strict)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The module's state dict, whole, as copies in host memory. All ranks must call."""
@@ -164,7 +169,8 @@ class Between(Answers):
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write whole weights, as modules compute with them, to one safetensors file. All ranks must call."""
-        save_weights(self, RealDisk(), str(save_dir), save_filename, frozen=not exclude_frozen_parameters)
+        with self.watchdog.resting():
+            save_weights(self, RealDisk(), str(save_dir), save_filename, frozen=not exclude_frozen_parameters)
         return True
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: None = None) -> None:

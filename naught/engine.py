@@ -232,6 +232,8 @@ class Engine(Between):
             try:
                 if is_out_of_memory(error):
                     error.add_note(self._shortage())
+            except Exception as another:  # where there is no memory left even for this
+                error.add_note(f"naught: out of memory, and no more can be said of it: {another}")
             finally:
                 self.passes.abort()
                 self.accumulation.start_over()

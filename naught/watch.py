@@ -19,6 +19,10 @@ _HOST = ("snapshots", "away")  # what the meter counts of host memory, on whatev
 _UNREAD = 64  # marks that may wait to be read: reading one waits for the device
 
 
+def _uncounted() -> None:
+    return None
+
+
 class Watch:
     """The ledger of bytes sent, the meter of bytes held, and what each phase of the last step left and took. `model_bytes` is
     what the model takes on the device already: what else is allocated there is not training's."""
@@ -30,7 +34,8 @@ class Watch:
         allocated = allocated_bytes(device)
         self.base = None if allocated is None else allocated - model_bytes  # None: nobody counts what is allocated
         # An accelerator's allocator counts its peak by itself, and better.
-        self.ledger, self.meter = Ledger(), Meter(allocated=partial(allocated_bytes, device))
+        count = partial(allocated_bytes, device) if device.type == "cpu" else _uncounted
+        self.ledger, self.meter = Ledger(), Meter(allocated=count)
         self.held_after: dict[str, dict[str, int]] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.unread: list[tuple[str, Mark, Mark]] = []
@@ -47,7 +52,8 @@ class Watch:
         """A phase is over: remember what is held."""
         self.rest()
         held = dict(self.meter.live)
-        allocated = self.meter.look()
+        self.meter.look()
+        allocated = allocated_bytes(self.device)
         self.held_after[phase] = held if allocated is None else held | {"allocated": allocated}
 
     def held(self) -> Held:

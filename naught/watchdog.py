@@ -38,6 +38,7 @@ class Watchdog:
         self.step = 1  # under way, or next
         self.phase = self.past = ""  # the one that the engine is in, and the one that it has left
         self.left: Mark | None = None  # where the watch was when the engine left that
+        self.rests = False  # nothing is to be noticed for a while
         self.sentry: _Sentry | None = None  # None: nobody looks
 
     def start(self) -> None:
@@ -60,10 +61,21 @@ class Watchdog:
         finally:
             self.past, self.phase, self.left = self.phase, outer, self.watch.began
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """What is done meanwhile may take as long as a disk takes, and tells of its errors itself."""
+        before, self.rests = self.rests, True
+        try:
+            yield
+        finally:
+            self.rests = before
+
     def place(self) -> Place:
         """Where this rank is now. A phase also begins where a user calls the model or a backward by himself; it is only known
         to be over where the engine has left it."""
         ledger, began, phase = self.watch.ledger, self.watch.began, self.phase
+        if self.rests:
+            return Place(None, "", self.past, ledger.latest)
         if not phase and began is not None and began is not self.left:
             phase = f"{ledger.phase} of step {self.step}"
         return Place(ledger.inside, phase, self.past, ledger.latest, None if began is None else began.seconds)

@@ -11,7 +11,7 @@ import torch
 
 from naught.config.resolving import parse_override, resolve
 from naught.errors import UsageError
-from naught.trainer.corpus import open_corpus, prepare_corpus, yardsticks
+from naught.trainer.corpus import open_corpus, prepare_corpus, refuse_strange, yardsticks
 from naught.trainer.texts import Text, Texts, find_texts, share_out, stdlib_texts
 from naught.trainer.tokens import Part, encoder_of, map_tokens, write_tokens
 from naught.trainer.windows import Windows, shares
@@ -118,6 +118,13 @@ def test_a_file_that_holds_no_token_numbers_is_refused(tmp_path, array, said):
     path.write_bytes(b"nonsense") if array is None else np.save(path, array)
     with pytest.raises(UsageError, match=said):
         corpus_of(f"data={path}")
+
+
+@pytest.mark.parametrize(("numbers", "said"), [([0, 300], "the token 300"), ([-1, 2], "the token -1")])
+def test_tokens_that_a_model_does_not_know_are_found_before_training(tmp_path, numbers, said):
+    np.save(tmp_path / "ids.npy", np.array(numbers * 50, dtype=np.int32))
+    with pytest.raises(UsageError, match=said):
+        refuse_strange(corpus_of(f"data={tmp_path / 'ids.npy'}"), 256)
 
 
 def test_text_and_token_numbers_are_not_mixed(tmp_path):

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from naught.model_names import parse_model
 from naught.presets import PRESETS
-from naught.trainer.gpt import Gpt
+from naught.trainer.gpt import Gpt, _turned, _turns
 
 SMALL = parse_model("gpt:layers=2,hidden=32,heads=4,vocab=64,positions=16").shape
 LLAMA = replace(PRESETS["llama3-8b"], layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64)
@@ -73,11 +73,17 @@ def test_the_loss_is_that_of_predicting_each_token_from_those_before():
     assert model(ids, labels=ids).item() == pytest.approx(torch.stack(each).mean().item(), rel=1e-6)
 
 
-def test_rotary_positions_tell_order_and_only_distance_counts():
-    model = made(LLAMA)
-    with torch.no_grad():
-        forth, back = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
-    assert not torch.allclose(forth[0, 2], back[0, 2])
+def test_rotary_positions_tell_distances_and_nothing_else():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 1, LLAMA.hidden // LLAMA.heads)
+
+    def score(there: int, here: int) -> torch.Tensor:
+        turns = _turns(torch.tensor([there, here]), LLAMA, torch.float32)
+        return (_turned(query, turns[:, :1]) * _turned(key, turns[:, 1:])).sum()
+
+    assert torch.allclose(score(5, 2), score(15, 12), atol=1e-5), "as far apart"
+    assert not torch.allclose(score(5, 2), score(5, 3), atol=1e-3)
+    assert not torch.allclose(score(5, 2), score(2, 5), atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", [SMALL, LLAMA], ids=["gpt", "llama"])

@@ -158,6 +158,8 @@ def test_yaml_says_the_same_as_json(tmp_path):
         ("a: [1\n", "(line 2): not valid YAML"),
         ("a: !!python/name:os.system x\n", "not valid YAML"),
         ("&a [*a]", "not valid YAML"),
+        ("? [1, 2]\n: 3\n", "(line 1): a key must be a plain text"),
+        ("<<: {a: 1}\n", "(line 1): a key must be a plain text"),
     ],
 )
 def test_mistakes_in_yaml_are_told_with_their_lines(tmp_path, text, said):

@@ -15,7 +15,7 @@ import pytest
 from naught.errors import UsageError
 from naught.trainer.console import Console, clock, step_line
 from naught.trainer.run_folder import RunFolder, make_folder
-from naught.trainer.seating import launch_name, restarts
+from naught.trainer.seating import _of_launch, launch_names
 
 STEP = {
     **{"loss": 2.9131, "bpb": 4.2, "grad_norm": 0.8412, "lr": 1.8e-3, "loss_scale": 1.0, "skipped": 0, "samples": 32},
@@ -74,10 +74,11 @@ def test_a_line_that_a_kill_has_torn_is_cut_off_and_the_rest_stays(tmp_path):
     run = RunFolder(tmp_path)
     for step in (1, 2):
         run.record("step", step, **STEP)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "step", "st')
-    RunFolder(tmp_path).record("step", 3, **STEP)
-    assert [found["step"] for found in lines(tmp_path)] == [1, 2, 3]
+    for torn in ('{"kind": "step", "st', '{"kind": "step", "step": 9, "time_s": 1}'):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(torn)
+        RunFolder(tmp_path).record("step", 3, **STEP)
+    assert [found["step"] for found in lines(tmp_path)] == [1, 2, 3, 3]
 
 
 def test_what_is_not_a_number_is_still_json(tmp_path):
@@ -156,11 +157,39 @@ def test_a_clock_shows_hours_where_there_are_any(seconds, shown):
     assert clock(seconds) == shown
 
 
-def test_a_restart_is_known_by_its_launcher():
-    assert restarts({}) == 0
-    assert restarts({"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
-    assert restarts({"SLURM_RESTART_COUNT": "1"}) == 1
-    assert launch_name({"SLURM_JOB_ID": "77"}) == "slurm-77"
-    assert launch_name({"TORCHELASTIC_RUN_ID": "abc"}) == "torchrun-abc"
-    assert launch_name({"TORCHELASTIC_RUN_ID": "none"}) == launch_name({}), "torchrun's default names nothing"
-    assert str(os.getppid()) in launch_name({})
+def test_a_launch_has_the_name_of_its_job_and_of_its_agent():
+    assert launch_names({"SLURM_JOB_ID": "77"})["job"] == "slurm-77"
+    assert launch_names({"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "abc"})["agent"] == "torchrun-abc"
+    assert launch_names({"TORCHELASTIC_RUN_ID": "none"}) == launch_names({}), "torchrun's default names nothing"
+    assert str(os.getppid()) in launch_names({})["agent"]
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a"}, None),
+        ({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"}, None),
+        ({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}, "0001-mine"),
+        ({"TORCHELASTIC_RUN_ID": "b", "TORCHELASTIC_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}, "0002-mine"),
+        ({"TORCHELASTIC_RUN_ID": "c", "TORCHELASTIC_RESTART_COUNT": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "0002-mine"),
+    ],
+)
+def test_a_restart_finds_its_own_run_and_no_other(tmp_path, env, found):
+    """Of two launches in one job of Slurm's, one that is over, one of another name and one that is damaged."""
+    launches = [("mine", "a", "failed"), ("mine", "b", "running"), ("mine", "b", "done"), ("other", "b", "running")]
+    for number, (name, agent, status) in enumerate(launches, start=1):
+        run = RunFolder(make_folder(tmp_path, name))
+        run.tell(number=number, launch=launch_names({"TORCHELASTIC_RUN_ID": agent, "SLURM_JOB_ID": "7"}), status=status)
+    (make_folder(tmp_path, "mine") / "run.json").write_text("{torn")
+    folder = _of_launch(tmp_path, "mine", env)
+    assert (folder and folder.name) == found
+
+
+def test_one_process_at_a_time_writes_into_a_run(tmp_path):
+    first = RunFolder(tmp_path)
+    first.claim()
+    with pytest.raises(UsageError, match="is under way"):
+        RunFolder(tmp_path).claim()
+    os.close(first.handle)
+    RunFolder(tmp_path).claim()

@@ -19,7 +19,19 @@ PACKAGE = Path(naught.__file__).parent
 # A file imports from rows above it, or from the left in its own row.
 LAYERS = [
     ["errors"],
-    ["extras", "quantity", "run_folders", "cache", "measured", "text", "placement", "layout", "units", "arguments"],
+    [
+        "extras",
+        "whole_files",
+        "quantity",
+        "run_folders",
+        "cache",
+        "measured",
+        "text",
+        "placement",
+        "layout",
+        "units",
+        "arguments",
+    ],
     ["steps", "expansion", "holding", "moving", "plan"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
     ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "papers"],

@@ -187,13 +187,13 @@ def test_under_torchrun_it_is_the_same_run(place):
 
 @pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGTERM), (0, signal.SIGUSR1)])
 def test_a_signal_to_any_rank_saves_and_ends_with_75_and_the_run_goes_on_bit_for_bit(place, rank, number):
-    assert train("steps=12").returncode == 0
-    status, errors = interrupted(4, to_rank(rank, number), "steps=12")
+    assert train("steps=60").returncode == 0
+    status, errors = interrupted(4, to_rank(rank, number), "steps=60")
     assert (status, errors) == (75, "")
     run = place / "runs" / "0002-gpt"
     assert facts(run)["status"] == "stopped"
     stopped_at = records(run, "save")[-1]["step"]
-    assert 4 <= stopped_at < 12
+    assert 4 <= stopped_at < 60
     ended = train_on("--resume")
     assert ended.returncode == 0, ended.stderr
     assert f"from global_step{stopped_at}" in ended.stdout
@@ -239,12 +239,12 @@ def test_a_run_can_be_resumed_for_longer_at_another_stage_and_world(place):
 
 
 def test_a_rank_that_is_killed_is_restarted_with_all_others_and_training_goes_on(place):
-    assert train("steps=9", "save_every=2").returncode == 0
-    status, errors = interrupted(5, to_rank(1, signal.SIGKILL), "steps=9", "save_every=2", "--max-restarts", "1")
+    assert train("steps=60", "save_every=10").returncode == 0
+    status, errors = interrupted(12, to_rank(1, signal.SIGKILL), "steps=60", "save_every=10", "--max-restarts", "1")
     assert (status, errors) == (0, "")
     run = place / "runs" / "0002-gpt"
     assert facts(run)["status"] == "done"
-    assert records(run, "resume")[0]["from"] in ("global_step2", "global_step4", "global_step6")
+    assert records(run, "resume")[0]["from"] in [f"global_step{step}" for step in range(10, 60, 10)]
     assert losses(run) == losses(place / "runs" / "0001-gpt")
     assert len(list((place / "runs").iterdir())) == 2, "a restart is no new run"
 
@@ -260,10 +260,37 @@ def test_a_rank_that_is_killed_is_named_and_the_run_is_marked(place):
 
 
 def test_a_restart_before_the_first_checkpoint_begins_again_in_the_same_folder(place):
-    status, errors = interrupted(2, to_rank(1, signal.SIGKILL), "steps=4", "save_last=false", "--max-restarts", "1")
+    status, errors = interrupted(2, to_rank(1, signal.SIGKILL), "steps=40", "save_last=false", "--max-restarts", "1")
     assert (status, errors) == (0, "")
     (run,) = (place / "runs").iterdir()
-    assert sorted(losses(run)) == [1, 2, 3, 4]
+    assert sorted(losses(run)) == list(range(1, 41))
+    assert records(run, "resume")[0]["step"] == 0
+
+
+def test_a_signal_before_anything_is_saved_is_no_75(place):
+    process = subprocess.Popen(
+        command("steps=40"), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    os.kill(process.pid, signal.SIGTERM)  # before it listens to any
+    process.communicate(timeout=60)
+    assert process.returncode not in (0, 75)
+    assert not (place / "runs").exists()
+
+
+def test_a_run_that_only_skips_its_steps_fails(place):
+    ended = train("steps=3", "--dtype", "fp16", "fp16.loss_scale=1e30", "--nproc", "1")
+    assert ended.returncode == 2
+    assert "3 steps in a row were skipped, for their gradients are not finite [step 3]. Lower the learning rate" in ended.stderr
+    assert facts(place / "runs" / "0001-gpt")["status"] == "failed"
+
+
+@pytest.mark.usefixtures("place")
+def test_a_disk_that_is_full_does_not_hide_the_cause():
+    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "_", *command("steps=40", "--nproc", "1")]
+    ended = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1
+    assert "File too large" in ended.stderr
+    assert "report.html" not in ended.stderr
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

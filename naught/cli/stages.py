@@ -29,10 +29,12 @@ def run_stages(options: argparse.Namespace) -> int:
     from naught.trainer.introducing import device_title
     from naught.trainer.run_folder import make_folder
 
-    _refuse_nonsense(options)
     device = device_title()
+    options.model = options.model or (_CPU_MODEL if device == "cpu" else _GPU_MODEL)
+    _refuse_nonsense(options)
+    folder = make_folder(Path(options.runs), "stages")
     bench = Bench(
-        model=options.model or (_CPU_MODEL if device == "cpu" else _GPU_MODEL),
+        model=options.model,
         micro=options.batch,
         seq=options.seq,
         nproc=options.nproc,
@@ -41,7 +43,6 @@ def run_stages(options: argparse.Namespace) -> int:
         memory_steps=tuple(options.memory_steps),
     )
     found = bench_stages(bench, runs, device, lambda text: print(text, file=sys.stderr, flush=True))
-    folder = make_folder(Path(options.runs), "stages")
     (folder / "stages.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     write_stages(folder, folder / "report.html")
     if options.json:
@@ -49,7 +50,7 @@ def run_stages(options: argparse.Namespace) -> int:
     else:
         _print(found)
     print(f"report  {folder / 'report.html'}", file=sys.stderr)
-    return 0
+    return 0 if any(run["available"] for run in found["runs"]) else 1
 
 
 def _refuse_nonsense(options: argparse.Namespace) -> None:
@@ -59,7 +60,7 @@ def _refuse_nonsense(options: argparse.Namespace) -> None:
             raise UsageError(f"--{name} is at least {number}, not {getattr(options, name)}")
     if min(options.memory_steps) < 0:
         raise UsageError("--memory-steps are steps: 0 and more")
-    shape = parse_model(options.model).shape if options.model else None
+    shape = parse_model(options.model).shape
     if shape is not None and 0 < shape.positions < options.seq:
         raise UsageError(
             f"{options.model} has {shape.positions} positions, and --seq is {options.seq}", fix="give a smaller --seq"

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,11 +23,13 @@ from naught.run_folders import find_run
 
 __all__ = ["run_train"]
 
+_RESUMED = "NAUGHT_RESUMED"
+
 
 def run_train(options: argparse.Namespace) -> int:
     if options.resume is not None and "=" in options.resume:  # --resume steps=50: the last run, and a change of it
         options.words, options.resume = [*options.words, options.resume], "last"
-    resumed = None if options.resume is None else find_run(options.resume, Path(options.runs), marks=["run.json"])
+    resumed = _resumed(options)
     resolved = _resolved(options, resumed)
     if options.print_config:
         print(json.dumps(resolved.recipe.model_dump(mode="json", exclude={"auto"}), indent=2))
@@ -41,7 +44,16 @@ def run_train(options: argparse.Namespace) -> int:
         raise UsageError(f"--nproc is at least 1, not {nproc}")
     if nproc == 1:
         return _as_rank(options, resolved, resumed)
-    return _by_agent(options, nproc)
+    return _by_agent(options, nproc, resumed)
+
+
+def _resumed(options: argparse.Namespace) -> Path | None:
+    """The run to go on with, as whoever has started the ranks found it."""
+    if options.resume is None:
+        return None
+    if _RESUMED in os.environ:
+        return Path(os.environ[_RESUMED])
+    return find_run(options.resume, Path(options.runs), marks=["run.json"])
 
 
 def _resolved(options: argparse.Namespace, resumed: Path | None) -> Resolved:
@@ -67,7 +79,7 @@ def _short_forms(options: argparse.Namespace) -> Iterator[Override]:
             yield Override(f"{name}.enabled", name == options.dtype, "--dtype")
     if options.offload:
         yield Override("zero_optimization.offload_optimizer.device", "cpu", "--offload")
-        if options.stage in (None, 3):
+        if options.stage == 3 or (options.stage is None and not any("=" not in word for word in options.words)):
             yield Override("zero_optimization.offload_param.device", "cpu", "--offload")
     if options.keep is not None:
         yield Override("naught.keep_last", options.keep, "--keep")
@@ -106,20 +118,26 @@ def _run_name(model: str) -> str:
     return path.resolve().name.removesuffix(".json") if path.exists() else model.partition(":")[0]
 
 
-def _by_agent(options: argparse.Namespace, nproc: int) -> int:
+def _by_agent(options: argparse.Namespace, nproc: int, resumed: Path | None) -> int:
     from naught.comm.agent import run_ranks
-    from naught.trainer.failing import ERRORS, cause, left, mark_failed
+    from naught.trainer.failing import ERRORS, cause, left, mark_failed, was_saved
     from naught.trainer.rank import STOPPED
 
     with tempfile.TemporaryDirectory(prefix="naught-") as folder:
-        arguments = ["-m", "naught", *options.arguments]
-        ended = run_ranks(arguments, nproc=nproc, max_restarts=options.max_restarts, environment={ERRORS: folder})
+        # Not from the present folder, which may hold a queue.py; and the run to go on with is the one that was meant here.
+        arguments = ["-P", "-m", "naught", *options.arguments]
+        environment = {ERRORS: folder} | ({} if resumed is None else {_RESUMED: str(resumed.resolve())})
+        ended = run_ranks(arguments, nproc=nproc, max_restarts=options.max_restarts, environment=environment)
         if not ended.failed and ended.signal is None:
             return 0
         failures = left(Path(folder))
-        if not failures and (ended.signal is not None or any(found.status == STOPPED for found in ended.failed)):
+        if not failures and was_saved(Path(folder)):
             return STOPPED
-        text, status = cause(failures, ended.failed)
-        mark_failed(Path(folder), text)
+        if ended.signal is not None and not failures:
+            name = signal.Signals(ended.signal).name
+            text, status = f"naught: stopped by {name} before anything could be saved", 128 + ended.signal
+        else:
+            text, status = cause(failures, ended.failed)
         print(text, file=sys.stderr)
+        mark_failed(Path(folder), text)
         return status

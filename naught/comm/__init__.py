@@ -12,7 +12,7 @@ from torch import distributed as _torchs
 from naught.comm.group import SAME_ORDER, Group, Mean
 from naught.comm.ledger import Ledger
 from naught.comm.mail import Mail
-from naught.comm.starting import get_local_rank, init_distributed, shut_down
+from naught.comm.starting import get_local_rank, init_distributed, shares_device, shut_down
 from naught.comm.summary import log_summary
 from naught.comm.together import Together
 from naught.comm.wires import Pending
@@ -28,6 +28,7 @@ __all__ = [
     "get_local_rank",
     "init_distributed",
     "log_summary",
+    "shares_device",
     "shut_down",
 ]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from naught.errors import UsageError
 
-__all__ = ["DEFAULT_PORT", "Seat", "expand_hosts", "find_seat", "number"]
+__all__ = ["DEFAULT_PORT", "Seat", "expand_hosts", "find_seat", "local_ranks", "number"]
 
 DEFAULT_PORT = 29500
 _WHERE = "the environment"
@@ -93,6 +93,15 @@ def _slurm(env: Mapping[str, str], port: int) -> Seat | None:
         port += number(env, "SLURM_JOB_ID", 0) % 1000  # jobs that share a node must not meet
     local = number(env, "SLURM_LOCALID", 0)
     return Seat(number(env, "SLURM_PROCID"), world, local, address, number(env, "MASTER_PORT", port))
+
+
+def local_ranks(env: Mapping[str, str]) -> int:
+    """How many ranks share this machine, as far as their launcher says."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        count = re.match(r"\d+", env.get(name, ""))  # Slurm may write 4(x2)
+        if count is not None:
+            return int(count[0])
+    return 1
 
 
 def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

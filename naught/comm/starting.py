@@ -5,17 +5,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from naught.accelerator import get_accelerator
-from naught.comm.launch import DEFAULT_PORT, Seat, find_seat, number
+from naught.comm.launch import DEFAULT_PORT, Seat, find_seat, local_ranks, number
 from naught.comm.listening import meeting_store, stay_on_this_machine
 from naught.errors import UsageError
 
-__all__ = ["get_local_rank", "init_distributed", "shut_down"]
+__all__ = ["get_local_rank", "init_distributed", "shares_device", "shut_down"]
 
 _LOG = logging.getLogger("naught")
 
@@ -120,6 +119,11 @@ def _take_device(local_rank: int) -> None:
     accelerator.set_device(index)
 
 
+def shares_device() -> bool:
+    """Whether there are more ranks on this machine than devices: they cannot speak NCCL then."""
+    return local_ranks(os.environ) > int(get_accelerator().device_count())
+
+
 def shut_down() -> None:
     """End the process group, if there is one. Without this its threads may outlive what they need, and abort the process."""
     if dist.is_initialized():
@@ -127,9 +131,8 @@ def shut_down() -> None:
 
 
 def _shut_down_at_exit() -> None:
-    """A script that ends well need not do it. NCCL would wait for ranks that one which has failed may have left behind."""
-    failed = getattr(sys, "last_value", None) is not None
-    if dist.is_initialized() and not (failed and "nccl" in dist.get_backend_config()):
+    """A script need not do it. NCCL is left alone: it might wait for ranks that a failing one leaves behind."""
+    if dist.is_initialized() and "nccl" not in dist.get_backend_config():
         dist.destroy_process_group()
 
 

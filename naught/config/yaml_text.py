@@ -66,7 +66,13 @@ class _Reader:
     def _mapping(self, node: Any, place: Spot) -> dict[str, Any]:
         members: dict[str, Any] = {}
         for key, member in node.value:
-            spot, line = (*place, str(key.value)), key.start_mark.line + 1
+            line = key.start_mark.line + 1
+            if key.id != "scalar" or key.value == "<<":
+                self.document.problems.append(
+                    Problem(dotted(place), "a key must be a plain text", line, "merges have no place here")
+                )
+                continue
+            spot = (*place, str(key.value))
             if key.value in members:
                 what = f"appears twice (lines {self.document.lines[spot]} and {line})"
                 self.document.problems.append(Problem(dotted(spot), what, line, "remove one"))

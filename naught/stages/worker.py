@@ -51,8 +51,7 @@ class Task(NamedTuple):
 def work(task: Task) -> None:
     """Train as one rank; rank 0 writes what was found."""
     accelerator = get_accelerator()
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > accelerator.device_count()
-    comm.init_distributed("gloo" if shared and accelerator.device_name() != "cpu" else None)
+    comm.init_distributed("gloo" if accelerator.device_name() != "cpu" and comm.shares_device() else None)
     group = Group(Ledger(), torch.device("cpu"), reduce_numel=1)
     device = torch.device(accelerator.current_device_name())
     batches, model = _material(task, group, device)

@@ -22,9 +22,10 @@ from naught.errors import UsageError
 from naught.trainer.texts import Text, Texts, find_texts, share_out, stdlib_texts
 from naught.trainer.tokens import Encoder, Part, Tokens, describe, encoder_of, map_tokens, write_tokens
 
-__all__ = ["Corpus", "open_corpus", "prepare_corpus", "yardsticks"]
+__all__ = ["Corpus", "open_corpus", "prepare_corpus", "refuse_strange", "yardsticks"]
 
 _VERSION = 1
+_PIECE_NUMEL = 1 << 24
 _MOST_MEASURED_BYTES = 1 << 24  # that compressors are given: they are slow
 
 
@@ -86,6 +87,21 @@ def _from_tokens(recipe: Recipe) -> Corpus:
         cut = train.size - int(train.size * data.validation)
         train, aside = train[:cut], train[cut:]
     return Corpus(Path(data.path).name, train, aside, vocab=0, bytes_per_token=0.0, yardsticks={})
+
+
+def refuse_strange(corpus: Corpus, vocab: int) -> None:
+    """Token numbers that a model does not know fail deep inside of it, and on a GPU without a word: look at all of them."""
+    for tokens in (corpus.train, corpus.validation):
+        for start in range(0, tokens.size, _PIECE_NUMEL):
+            piece = tokens[start : start + _PIECE_NUMEL]
+            least, most = int(piece.min()), int(piece.max())
+            if least < 0 or most >= vocab:
+                strange = least if least < 0 else most
+                raise UsageError(
+                    f"{corpus.title} holds the token {strange}, and the model knows those from 0 to {vocab - 1}",
+                    where="data.path",
+                    fix=f"give the model a larger vocabulary, such as vocab={most + 1}, or other tokens",
+                )
 
 
 def _parts(recipe: Recipe) -> tuple[str, list[Part], list[Part]]:

@@ -13,6 +13,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,20 @@ from naught.errors import ConfigError, NaughtError
 from naught.report import write_report
 from naught.trainer.run_folder import RunFolder
 
-__all__ = ["ERRORS", "Failure", "cause", "failure_of", "forget", "leave", "left", "mark_failed", "status_of", "tell_folder"]
+__all__ = [
+    "ERRORS",
+    "Failure",
+    "cause",
+    "failure_of",
+    "forget",
+    "leave",
+    "left",
+    "mark_failed",
+    "status_of",
+    "tell_folder",
+    "tell_saved",
+    "was_saved",
+]
 
 ERRORS = "NAUGHT_ERRORS"  # the folder in which ranks leave their errors, if somebody reads them
 
@@ -91,7 +105,10 @@ def leave(failure: Failure) -> bool:
     folder = os.environ.get(ERRORS)
     if folder is None:
         return False
-    Path(folder, f"rank{failure.rank}.json").write_text(json.dumps(failure._asdict()), encoding="utf-8")
+    try:
+        Path(folder, f"rank{failure.rank}.json").write_text(json.dumps(failure._asdict()), encoding="utf-8")
+    except OSError:
+        return False  # nobody will find it there: it must be told here
     return True
 
 
@@ -109,10 +126,21 @@ def tell_folder(path: Path) -> None:
         Path(folder, "folder").write_text(str(path), encoding="utf-8")
 
 
+def tell_saved() -> None:
+    """Say that the run was stopped and saved."""
+    folder = os.environ.get(ERRORS)
+    if folder is not None:
+        Path(folder, "saved").touch()
+
+
+def was_saved(folder: Path) -> bool:
+    return (folder / "saved").exists()
+
+
 def mark_failed(folder: Path, text: str) -> None:
     """Write into the run's folder why it has failed: rank 0 may have known less, or nothing any more."""
     told = folder / "folder"
-    if told.exists():
+    with suppress(OSError, ValueError, NaughtError):  # rank 0 may have died before it wrote anything; the disk may be full
         run = RunFolder(Path(told.read_text(encoding="utf-8")))
         run.reread()
         run.tell(status="failed", error=text)

@@ -31,7 +31,7 @@ _BACKWARD = 2  # a backward computes as much as two forwards
 
 class Expected(NamedTuple):
     """The bytes of a rank by category, all of them, and those of a rank at stage 0; what it sends in a step by collective, and
-    what it computes in one."""
+    what it computes in one, without what it computes again."""
 
     memory: Mapping[str, int]
     total: int
@@ -59,8 +59,7 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
         for place in (placement, PLACEMENTS["stage0"])
     )
     memory = {category.value: nbytes for category, nbytes in found.memory[Tier.DEVICE].items()}
-    passes = 1 + _BACKWARD + recipe.model.checkpointing
-    flops = activations.forward_flops and activations.forward_flops * passes * batch.accumulation
+    flops = activations.forward_flops and activations.forward_flops * (1 + _BACKWARD) * batch.accumulation
     return Expected(memory, sum(memory.values()), whole.total(Tier.DEVICE), dict(found.volume), flops)
 
 

@@ -17,6 +17,7 @@ __all__ = ["PEAK_FLOPS", "Measures", "peak_flops"]
 PEAK_FLOPS = {
     "b200": 2250e12,
     "h200": 989e12,
+    "gh200": 989e12,
     "h100": 989e12,
     "a100": 312e12,
     "v100": 125e12,
@@ -32,7 +33,7 @@ PEAK_FLOPS = {
 def peak_flops(device: str) -> float | None:
     """What a device could compute by its name; None: it is not known, or no GPU."""
     words = device.lower().replace("-", " ").split()
-    return next((flops for name, flops in PEAK_FLOPS.items() if any(word.startswith(name) for word in words)), None)
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
 
 
 class _Counts(NamedTuple):

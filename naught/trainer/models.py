@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from naught.comm import get_local_rank
 from naught.config.recipe import Recipe
 from naught.errors import ModelError, UsageError
 from naught.extras import package
 from naught.model_names import parse_model
-from naught.trainer.corpus import Corpus
+from naught.trainer.corpus import Corpus, refuse_strange
 from naught.trainer.gpt import Gpt
 
 __all__ = ["build_model", "loss_of", "recompute_blocks", "weights_of"]
@@ -59,6 +60,12 @@ def weights_of(recipe: Recipe) -> Path | None:
         return path
     folder = Path(recipe.model.name).expanduser()
     folder = folder if folder.is_dir() else folder.parent
+    if _is_hugging_face(recipe) and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+        raise UsageError(
+            f'the weights in "{folder}" are pickles, which are never loaded',
+            where="model.weights",
+            fix="convert them to safetensors, or set weights=null to start from random ones",
+        )
     return folder if _is_hugging_face(recipe) and any(folder.glob("*.safetensors")) else None
 
 
@@ -73,6 +80,8 @@ def _refuse_small(recipe: Recipe, corpus: Corpus, *, vocab: int, positions: int)
             f"{recipe.model.name} has {positions} positions, and a sample {recipe.data.seq} tokens",
             fix=f"set data.seq to {positions} or less, or give the model more positions",
         )
+    if not corpus.vocab and get_local_rank() == 0:
+        refuse_strange(corpus, vocab)
     if corpus.vocab > vocab:
         raise ModelError(
             f"{recipe.model.name} knows {vocab} tokens, and the tokenizer makes {corpus.vocab}",

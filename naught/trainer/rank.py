@@ -19,16 +19,17 @@ from naught.accelerator import get_accelerator
 from naught.comm import Group, Ledger
 from naught.config.recipe import Recipe
 from naught.config.resolving import Resolved
+from naught.errors import NaughtError
 from naught.observing import be_heard
 from naught.quantity import show_bytes
 from naught.report import write_report
 from naught.trainer.console import Console, clock
-from naught.trainer.failing import failure_of, forget, leave, status_of, tell_folder
+from naught.trainer.failing import failure_of, forget, leave, status_of, tell_folder, tell_saved
 from naught.trainer.introducing import Introduction, device_title, environment
 from naught.trainer.measures import Measures, peak_flops
 from naught.trainer.preparing import prepare
 from naught.trainer.run_folder import RunFolder, shown_path
-from naught.trainer.seating import agree_on_folder, launch_name, redirect_output
+from naught.trainer.seating import agree_on_folder, launch_names, redirect_output
 from naught.trainer.stopping import Stop, listening
 from naught.trainer.telling import Teller
 from naught.trainer.training import Outcome, Training
@@ -120,7 +121,9 @@ class _Life:
     def _move_in(self, folder: Path, goes_on: bool) -> None:
         """Write down what will be done."""
         tell_folder(folder)
-        run = self.run = RunFolder(folder)
+        run = RunFolder(folder)
+        run.claim()
+        self.run = run
         if goes_on:
             run.reread()
         resolved = self.asked.resolved
@@ -137,7 +140,7 @@ class _Life:
             ended=None,
             error=None,
             command=self.asked.command,
-            launch=launch_name(os.environ),
+            launch=launch_names(os.environ),
             peak=run.facts.get("peak"),
         )
 
@@ -152,14 +155,17 @@ class _Life:
         group = training.engine.schedule.group
         there = any(training.checkpoints.glob("global_step*"))
         if not bool(group.exchange(torch.tensor([there]))[0]):  # as rank 0 sees it
-            self.console.say("resume", "there is no checkpoint yet: from the beginning")
+            self._say_resumed(0, "", training)
             return
         path, _ = training.engine.load_checkpoint(str(training.checkpoints))
-        tag, step = Path(path).name, training.engine.global_steps
+        self._say_resumed(training.engine.global_steps, Path(path).name, training)
+
+    def _say_resumed(self, step: int, tag: str, training: Training) -> None:
         if self.run is not None:
             stage = self.asked.recipe.zero_optimization.stage
             self.run.record("resume", step, **{"from": tag, "world": training.engine.world_size, "stage": stage})
-        self.console.say("resume", f"from {tag}, {self.asked.recipe.train.steps - step} steps to go")
+        source = tag or "the beginning, for there is no checkpoint yet"
+        self.console.say("resume", f"from {source}: {self.asked.recipe.train.steps - step} steps to go")
 
     def _end(self, training: Training, outcome: Outcome, introduction: Introduction) -> int:
         measures, stopped = training.measures, outcome.stopped_by is not None
@@ -169,6 +175,8 @@ class _Life:
             peak = {"measured": measures.most_bytes or None, "plan": measures.expected.total}
             self.run.tell(status=status, ended=_now(), peak=peak if measures.most_bytes else self.run.facts["peak"])
             write_report([self.run.path], self.run.path / "report.html")
+            if stopped:
+                tell_saved()
             for title, text in self._farewell(self.run.path, training, outcome, introduction):
                 self.console.say(title, text)
             self.console.close()
@@ -199,32 +207,33 @@ class _Life:
         failure = failure_of(error, self.rank)
         story = "".join(traceback.format_exception(error))
         self.console.close()
-        with suppress(OSError):  # a disk that is full must not hide the cause
-            self._write_down(failure.text, story)
         if self.asked.traceback:
             sys.stderr.write(story)
-        if not leave(failure) and self.rank == 0:
+        told = leave(failure)
+        if not told and self.rank == 0:
             print(failure.text, file=sys.stderr)
+        # The cause is told: a disk that is full, say, must not take its place.
+        with suppress(OSError):
+            self._write_log(story)
+        with suppress(OSError, NaughtError):
+            if self.run is not None:
+                self.run.tell(status="failed", ended=_now(), error=failure.text)
+                write_report([self.run.path], self.run.path / "report.html")
         return status_of(error)
 
-    def _write_down(self, cause: str, story: str) -> None:
+    def _write_log(self, story: str) -> None:
         if self.folder is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("a", encoding="utf-8") as log:
                 log.write(story)
-        if self.run is not None:
-            self.run.tell(status="failed", ended=_now(), error=cause)
-            write_report([self.run.path], self.run.path / "report.html")
 
 
 def _backend(recipe: Recipe) -> str | None:
     """What ranks speak. Several of them on one GPU cannot speak NCCL."""
     asked = recipe.train.backend
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
+    if get_accelerator().device_name() == "cpu":
         return None if asked == "auto" else asked
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > accelerator.device_count()
-    return "gloo" if asked == "gloo" or (asked == "auto" and shared) else None
+    return "gloo" if asked == "gloo" or (asked == "auto" and comm.shares_device()) else None
 
 
 def _now() -> str:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
+import logging
 import math
 import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from naught.errors import UsageError
+from naught.whole_files import replacing
 
-__all__ = ["RunFolder", "make_folder", "shown_path"]
+__all__ = ["RunFolder", "make_folder", "plain_name", "shown_path"]
+
+_LOG = logging.getLogger("naught")
 
 _COLUMNS = (
     *("step", "time_s", "loss", "bpb", "grad_norm", "lr", "loss_scale", "skipped", "samples", "tokens"),
@@ -25,7 +29,7 @@ _COLUMNS = (
 
 def make_folder(runs: Path, name: str) -> Path:
     """The next of the numbered folders. Two runs that begin at once get two."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "run"
+    plain = plain_name(name)
     try:
         runs.mkdir(parents=True, exist_ok=True)
         while True:
@@ -37,6 +41,11 @@ def make_folder(runs: Path, name: str) -> Path:
         raise UsageError(
             f'no run folder can be made in "{runs}": {error.strerror}', fix="give another with --runs DIR"
         ) from error
+
+
+def plain_name(name: str) -> str:
+    """A name as a folder can have it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "run"
 
 
 def _claimed(runs: Path, path: Path) -> bool:
@@ -58,26 +67,38 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
+        self.handle: int | None = None  # None: other processes may write here too
         self.since = time.monotonic() - self._seconds_so_far()
         (path / "logs").mkdir(exist_ok=True)
 
     def _seconds_so_far(self) -> float:
         """When the last record of an earlier start was written, on this run's own clock."""
-        last = 0.0
+        last, line = 0.0, b"\n"
         if self._metrics.exists():
             with self._metrics.open("rb+") as file:
                 for line in file:
                     try:
-                        last = json.loads(line)["time_s"]
+                        last = json.loads(line)["time_s"] if line.endswith(b"\n") else last
                     except (ValueError, KeyError):
-                        file.seek(-len(line), os.SEEK_CUR)  # the line under way when a run was killed
-                        file.truncate()
-                        break
+                        continue  # somebody has written into it: the report leaves it out as well
+                if not line.endswith(b"\n"):
+                    file.seek(-len(line), os.SEEK_END)  # it was under way when the run was killed
+                    file.truncate()
         return last
 
     @property
     def _metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def claim(self) -> None:
+        """Keep the folder to this process as long as it lives. Where the file system has no locks nobody can tell."""
+        self.handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"the run {shown_path(self.path)} is under way", fix="wait until it is over, or stop it") from None
+        except OSError as error:
+            _LOG.debug("no locks in %s: %s", self.path, error)
 
     def reread(self) -> None:
         """Take up the facts of an earlier start."""
@@ -91,10 +112,8 @@ class RunFolder:
     def write(self, name: str, document: Mapping[str, Any] | str) -> None:
         """Put a whole file in place of what was there."""
         text = document if isinstance(document, str) else json.dumps(_plain(document), indent=2) + "\n"
-        with tempfile.NamedTemporaryFile("w", dir=self.path, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        Path(file.name).chmod(0o644)
-        Path(file.name).replace(self.path / name)
+        with replacing(self.path / name) as file:
+            file.write(text.encode())
 
     @property
     def seconds(self) -> float:
@@ -103,9 +122,9 @@ class RunFolder:
 
     def record(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
         """Add a line to the metrics, and a row to the table of steps. Returns the record."""
-        found = {"kind": kind, "step": step, "time_s": round(self.seconds, 4), **values}
+        found: dict[str, Any] = _plain({"kind": kind, "step": step, "time_s": round(self.seconds, 4), **values})
         with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(found), separators=(",", ":")) + "\n")
+            file.write(json.dumps(found, separators=(",", ":")) + "\n")
         if kind == "step":
             table = self.path / "metrics.csv"
             with table.open("a", newline="", encoding="utf-8") as file:

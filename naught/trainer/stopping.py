@@ -11,7 +11,12 @@ from typing import Any
 
 __all__ = ["Stop", "listening"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # Slurm can be told to send SIGUSR1 before a job's time is up
+_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+)  # Slurm can be told to send SIGUSR1 before a job's time is up
 _ECHO_S = 3.0  # a key on a terminal reaches all processes, and the agent passes on what it gets: that is one signal, not two
 
 

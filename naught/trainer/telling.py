@@ -17,7 +17,8 @@ class Teller:
 
     def __init__(self, run: RunFolder | None, console: Console, *, steps: int, every: int) -> None:
         self.run, self.console, self.steps, self.every = run, console, steps, every
-        self.pace_s: float | None = None  # of a step, lately; None before the second, for the first is slower
+        self.pace_s: float | None = None  # of a step, lately; None before the first
+        self.first = steps  # the first step that was told of
 
     @property
     def silent(self) -> bool:
@@ -27,15 +28,17 @@ class Teller:
         if self.run is None:
             return
         found = self.run.record("step", step, **measured)
-        seconds = found["seconds"]
-        self.pace_s = seconds if self.pace_s is None else 0.9 * self.pace_s + 0.1 * seconds
-        eta_s = self.pace_s * (self.steps - step)
+        self.first = min(self.first, step)
+        seconds = measured["seconds"]
+        eta_s = (seconds if self.pace_s is None else self.pace_s) * (self.steps - step)
+        # The first step is slower than others, and says nothing of them.
+        self.pace_s = seconds if self.pace_s is None or step <= self.first + 1 else 0.9 * self.pace_s + 0.1 * seconds
         if step % self.every == 0 or step in (1, self.steps):
-            line = step_line(
-                found, steps=self.steps, planned_bytes=planned_bytes, held_bytes=found["memory"]["peak"], eta_s=eta_s
-            )
+            told = {"step": step, **measured}  # with what is not finite as it is
+            held_bytes = measured["memory"]["peak"]
+            line = step_line(told, steps=self.steps, planned_bytes=planned_bytes, held_bytes=held_bytes, eta_s=eta_s)
             self.console.record(found, line)
-        self.console.progress(step, self.steps, f"{step}/{self.steps}  loss {found['loss']:.4f}  eta {clock(eta_s)}")
+        self.console.progress(step, self.steps, f"{step}/{self.steps}  loss {measured['loss']:.4f}  eta {clock(eta_s)}")
 
     def evaluated(self, step: int, *, loss: float, bpb: float | None, seconds: float) -> None:
         if self.run is not None:

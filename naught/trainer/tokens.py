@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from naught.errors import UsageError
 from naught.extras import package
 from naught.trainer.texts import Text
+from naught.whole_files import replacing
 
 __all__ = ["BYTES", "Encoder", "Part", "Tokens", "describe", "encoder_of", "map_tokens", "write_tokens"]
 
@@ -77,7 +77,7 @@ _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 def write_tokens(parts: Sequence[Part], encoder: Encoder, folder: Path, name: str) -> None:
     """Encode files one after the other into `folder/name.npy`: there whole, or not at all."""
     numel = 0
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+    with replacing(folder / f"{name}.npy") as file:
         _write_header(file, encoder, 0)  # has room for any length
         for part in parts:
             for piece in _pieces(part):
@@ -85,7 +85,6 @@ def write_tokens(parts: Sequence[Part], encoder: Encoder, folder: Path, name: st
             numel += _write(file, encoder, encoder.end)
         file.seek(0)
         _write_header(file, encoder, numel)
-    Path(file.name).replace(folder / f"{name}.npy")
 
 
 def _write_header(file: IO[bytes], encoder: Encoder, numel: int) -> None:
@@ -127,6 +126,5 @@ def map_tokens(path: Path, *, where: str = "data.path") -> Tokens:
 
 def describe(folder: Path, facts: dict[str, Any]) -> None:
     """Say what a folder of tokens holds, once all of them are there."""
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-        json.dump(facts, file, indent=2)
-    Path(file.name).replace(folder / "corpus.json")
+    with replacing(folder / "corpus.json") as file:
+        file.write(json.dumps(facts, indent=2).encode())

@@ -14,6 +14,7 @@ from naught.checkpoints import tag_of
 from naught.config.recipe import Recipe
 from naught.data import RepeatingLoader
 from naught.engine import Engine
+from naught.errors import NaughtError
 from naught.trainer.evaluating import evaluate
 from naught.trainer.measures import Measures
 from naught.trainer.models import loss_of
@@ -22,6 +23,8 @@ from naught.trainer.telling import Teller
 from naught.trainer.windows import Windows
 
 __all__ = ["Outcome", "Training"]
+
+_MOST_IN_VAIN = 100
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Training:
     measures: Measures
     teller: Teller
     stop: Stop
+    in_vain: int = 0  # steps that were skipped since one was taken
 
     def go(self) -> Outcome:
         """Take the steps that are left."""
@@ -53,6 +57,7 @@ class Training:
         while engine.global_steps < train.steps:
             stopped_by = self._step(batches)
             step, last = engine.global_steps, engine.global_steps == train.steps
+            self._refuse_standstill(last)
             if stopped_by is not None and not last:
                 self._save()
                 engine.wait_for_checkpoint()
@@ -64,6 +69,17 @@ class Training:
         loss = self._evaluate(0)
         engine.wait_for_checkpoint()
         return Outcome(None, loss)
+
+    def _refuse_standstill(self, last: bool) -> None:
+        """A run that only skips its steps is not training."""
+        engine = self.engine
+        self.in_vain = 0 if engine.was_step_applied() else self.in_vain + 1
+        if self.in_vain >= _MOST_IN_VAIN or (last and engine.skipped_steps == engine.global_steps):
+            raise NaughtError(
+                f"{self.in_vain} steps in a row were skipped, for their gradients are not finite",
+                where=f"step {engine.global_steps}",
+                fix="lower the learning rate, clip gradients, or train in bf16 or fp32; earlier checkpoints are as they were",
+            )
 
     def _step(self, batches: Iterator[Tensor]) -> int | None:
         """One step on all ranks. Returns the signal by which any of them was asked to stop."""
