@@ -306,6 +306,7 @@ def test_a_disk_that_is_full_does_not_hide_the_cause():
         (["--resume"], 'naught: there is no run "last"'),
         (["--resume", "7"], 'naught: there is no run "7"'),
         (["--nproc", "0"], "naught: --nproc is at least 1, not 0"),
+        (["--resume", "runs/none"], 'naught: "runs/none" is no run'),
         (["--stage", "7"], "argument --stage: invalid choice: 7"),
         (["fp16.enabled=true", "bf16.enabled=true"], "fp16.enabled and bf16.enabled are both true"),
     ],

@@ -24,6 +24,7 @@ __all__ = ["main"]
 
 EXIT_PROBLEMS = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 _EXAMPLES = """examples:
   naught train                                 a real run in about a minute, on 2 CPU processes
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NaughtError as error:
         print(f"naught: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader (head, say) has seen enough. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

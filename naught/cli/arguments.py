@@ -242,6 +242,7 @@ def add_bench(commands: Any) -> None:
     stages.add_argument(
         "--memory-steps", type=int, nargs="+", default=[0, 10, 20], metavar="N", help="when to look at memory (default 0 10 20)"
     )
+    stages.add_argument("--deterministic", action="store_true", help="only kernels that round alike every time; slower on a GPU")
     stages.add_argument("--only", nargs="+", metavar="RUN", help="only these of the runs")
     stages.add_argument("--config", metavar="FILE", help="with --only and one run: its DeepSpeed configuration")
     stages.add_argument("--runs", default="runs", metavar="DIR", help="where runs' folders are (default: runs)")

@@ -25,7 +25,8 @@ _GPU_MODEL = "gpt2-medium"
 def run_stages(options: argparse.Namespace) -> int:
     runs = _chosen(options)
     from naught.report import write_stages
-    from naught.stages.benching import Bench, bench_stages
+    from naught.stages.benching import bench_stages
+    from naught.stages.worker import Bench
     from naught.trainer.introducing import device_title
     from naught.trainer.run_folder import make_folder
 
@@ -41,6 +42,7 @@ def run_stages(options: argparse.Namespace) -> int:
         warmup=options.warmup,
         iterations=options.iterations,
         memory_steps=tuple(options.memory_steps),
+        deterministic=options.deterministic,
     )
     found = bench_stages(bench, runs, device, lambda text: print(text, file=sys.stderr, flush=True))
     (folder / "stages.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -124,16 +125,23 @@ def shares_device() -> bool:
     return local_ranks(os.environ) > int(get_accelerator().device_count())
 
 
+# Note [let go]: gloo's threads let go of the tensors of a collective just after it is over, and need the interpreter for that;
+# a group that is destroyed in this very moment holds the interpreter, and waits for them for ever.
+_LET_GO_S = 0.1
+
+
 def shut_down() -> None:
     """End the process group, if there is one. Without this its threads may outlive what they need, and abort the process."""
     if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            time.sleep(_LET_GO_S)
         dist.destroy_process_group()
 
 
 def _shut_down_at_exit() -> None:
     """A script need not do it. NCCL is left alone: it might wait for ranks that a failing one leaves behind."""
     if dist.is_initialized() and "nccl" not in dist.get_backend_config():
-        dist.destroy_process_group()
+        shut_down()
 
 
 atexit.register(_shut_down_at_exit)

@@ -68,7 +68,7 @@ def _as_rank(folder: str) -> None:
     runs[RESUMED] = Run(runs[PLAIN].losses[:-1] + last, _digest_of(engine))
     engine.destroy()
     print(json.dumps(runs))
-    comm.destroy_process_group()
+    comm.shut_down()
 
 
 def _plain(device: torch.device) -> Run:

@@ -84,7 +84,7 @@ def _as_rank(budget_s: float) -> None:
             rows.append(CommRate(name, flat.nbytes, (group.size - 1) * slices[0].nbytes, seconds))
     if group.rank == 0:
         print(json.dumps(rows))
-    comm.destroy_process_group()
+    comm.shut_down()
 
 
 def _round_s(group: Group, call: Callable[[], Pending], device: torch.device, budget_s: float) -> float:

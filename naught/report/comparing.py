@@ -68,11 +68,13 @@ def say_losses(losses: Losses) -> str:
 
 
 def say_groups(losses: Mapping[str, Sequence[float]]) -> str:
-    """Which of several runs have the same losses, and how far the others are from the first."""
+    """Which of several runs have the same losses, and how far the others are from the first of those."""
     if len(losses) < 2:
         return "There are no two runs to compare."
-    first, *others = losses
     length = min(len(values) for values in losses.values())
+    alike = {name: sum(list(losses[name][:length]) == list(other[:length]) for other in losses.values()) for name in losses}
+    first = max(alike, key=lambda name: alike[name])  # of as many likes, the one that comes first
+    others = [name for name in losses if name != first]
     compared = {name: compare_columns(range(1, length + 1), losses[first][:length], losses[name][:length]) for name in others}
     same = [first, *(name for name, found in compared.items() if found.first_step is None)]
     said = [f"Bitwise equal in all {length:,} losses: {_listed(same)}."] if len(same) > 1 else []

@@ -101,8 +101,7 @@ def _time_bars(found: Stages) -> Html:
 def _time_table(found: Stages) -> Html:
     """Seconds, the ratio to the base, and what a step sends."""
     base_s = next((trained.seconds for stage, trained in _trained(found) if stage.name == _BASE), None)
-    collectives = list(dict.fromkeys(name for _, trained in _trained(found) for name in trained.sent))
-    heads = ["run", "time", "a step", f"ratio to {_BASE}", *(f"{name} a step" for name in collectives)]
+    heads = ["run", "time", "a step", f"ratio to {_BASE}", "sent a step"]
     rows = []
     for stage in found.stages:
         if stage.trained is None:
@@ -113,7 +112,7 @@ def _time_table(found: Stages) -> Html:
             words.seconds(taken),
             words.seconds(taken / found.iterations if taken is not None and found.iterations else None),
             f"{taken / base_s:.2f}" if taken and base_s else "-",
-            *(words.optional_bytes(stage.trained.sent.get(name)) for name in collectives),
+            words.optional_bytes(sum(stage.trained.sent.values()) if stage.trained.sent else None),
         ]
         rows.append(element("tr", element("th", stage.title, scope="row"), *(element("td", cell) for cell in cells)))
     head = element("thead", element("tr", *(element("th", word, scope="col") for word in heads)))

@@ -7,7 +7,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,22 +18,10 @@ from naught.config import load
 from naught.errors import NaughtError, UsageError
 from naught.model_names import parse_model
 from naught.stages.runs import DDP, StageRun, why
-from naught.stages.worker import Task
+from naught.stages.worker import Bench
 from naught.trainer.failing import ERRORS, cause, left
 
-__all__ = ["Bench", "bench_stages"]
-
-
-class Bench(NamedTuple):
-    """On what the runs are taken."""
-
-    model: str
-    micro: int
-    seq: int
-    nproc: int
-    warmup: int
-    iterations: int
-    memory_steps: tuple[int, ...]
+__all__ = ["bench_stages"]
 
 
 def bench_stages(bench: Bench, runs: Sequence[StageRun], device: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -72,18 +60,8 @@ def _missing(run: StageRun) -> str | None:
 def _take(run: StageRun, bench: Bench) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="naught-") as folder:
         task, out = Path(folder, "task.json"), Path(folder, "found.json")
-        asked = Task(
-            name=run.name,
-            config=dict(run.config),
-            model=bench.model,
-            micro=bench.micro,
-            seq=bench.seq,
-            warmup=bench.warmup,
-            iterations=bench.iterations,
-            memory_steps=list(bench.memory_steps),
-            out=str(out),
-        )
-        task.write_text(json.dumps(asked._asdict()), encoding="utf-8")
+        asked = {"name": run.name, "config": dict(run.config), "out": str(out), "bench": bench._asdict()}
+        task.write_text(json.dumps(asked), encoding="utf-8")
         ended = run_ranks(["-m", "naught.stages.worker", str(task)], nproc=bench.nproc, environment={ERRORS: folder})
         if ended.signal is not None:
             raise KeyboardInterrupt

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -29,28 +29,39 @@ from naught.trainer.failing import failure_of, leave
 from naught.trainer.models import build_model, loss_of
 from naught.trainer.windows import Windows
 
-__all__ = ["Task", "work"]
+__all__ = ["Bench", "Task", "work"]
 
 _HYPER: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+
+
+class Bench(NamedTuple):
+    """On what the runs are taken."""
+
+    model: str
+    micro: int
+    seq: int
+    nproc: int
+    warmup: int
+    iterations: int
+    memory_steps: Sequence[int]
+    deterministic: bool
 
 
 class Task(NamedTuple):
     """What a worker is to do, as it is sent to it."""
 
     name: str
-    config: dict[str, Any]
-    model: str
-    micro: int
-    seq: int
-    warmup: int
-    iterations: int
-    memory_steps: list[int]
+    config: Mapping[str, Any]
     out: str
+    bench: Bench
 
 
 def work(task: Task) -> None:
     """Train as one rank; rank 0 writes what was found."""
     accelerator = get_accelerator()
+    if task.bench.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     comm.init_distributed("gloo" if accelerator.device_name() != "cpu" and comm.shares_device() else None)
     group = Group(Ledger(), torch.device("cpu"), reduce_numel=1)
     device = torch.device(accelerator.current_device_name())
@@ -59,7 +70,7 @@ def work(task: Task) -> None:
     base = (allocated_bytes(device) or 0) - _bytes_of(model.parameters())
     forget_peak(device)
     trained: _Trained = _Plain(model, group) if task.name == DDP else _Split(model, task)
-    probe = _Probe(device, base, task.memory_steps)
+    probe = _Probe(device, base, task.bench.memory_steps)
     losses, seconds = _train(task, trained, batches, probe, group)
     if group.rank == 0:
         peak = peak_bytes(device)
@@ -78,18 +89,20 @@ def work(task: Task) -> None:
 
 def _material(task: Task, group: Group, device: torch.device) -> tuple[Iterator[Tensor], nn.Module]:
     """The same rows and the same weights for every run."""
-    recipe = resolve({"model": {"name": task.model}, "data": {"seq": task.seq}}, []).recipe
+    recipe = resolve({"model": {"name": task.bench.model}, "data": {"seq": task.bench.seq}}, []).recipe
     if group.rank == 0:
         prepare_corpus(recipe)
     group.meet()
     corpus = open_corpus(recipe, prepare_corpus(recipe))
-    loader = loader_of(Windows(corpus.train, task.seq), batch_size=task.micro, rank=group.rank, world=group.size, drop_last=True)
+    loader = loader_of(
+        Windows(corpus.train, task.bench.seq), batch_size=task.bench.micro, rank=group.rank, world=group.size, drop_last=True
+    )
     return RepeatingLoader(loader), build_model(recipe, corpus).to(device)
 
 
 def _warm_up(model: nn.Module, task: Task, device: torch.device) -> None:
     """Kernels keep scratch memory from their first use on, under whichever system: it is not training's."""
-    ids = torch.zeros(task.micro, task.seq, dtype=torch.int64, device=device)
+    ids = torch.zeros(task.bench.micro, task.bench.seq, dtype=torch.int64, device=device)
     torch.autograd.backward(loss_of(model(input_ids=ids, labels=ids)))
     model.zero_grad(set_to_none=True)
 
@@ -98,12 +111,12 @@ def _train(task: Task, trained: _Trained, batches: Iterator[Tensor], probe: _Pro
     """The mean losses of all steps, and the seconds of those that are timed."""
     losses: list[Tensor] = []
     began = ended = 0.0
-    for step in range(max(task.warmup + task.iterations, *(step + 1 for step in task.memory_steps))):
-        if step == task.warmup:
+    for step in range(max(task.bench.warmup + task.bench.iterations, *(step + 1 for step in task.bench.memory_steps))):
+        if step == task.bench.warmup:
             began = _now(group)
         probe.step = step
         losses.append(trained.step(next(batches).to(probe.device), probe))
-        if step == task.warmup + task.iterations - 1:
+        if step == task.bench.warmup + task.bench.iterations - 1:
             ended = _now(group)
     means = group.exchange(torch.stack(losses).double().cpu()).mean(dim=0)
     return means.tolist(), ended - began
@@ -153,9 +166,9 @@ class _Split:
     """Under our engine, as a configuration says."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
-        whole: dict[str, Any] = {"train_micro_batch_size_per_gpu": task.micro, "gradient_clipping": 0.0}
+        whole: dict[str, Any] = {"train_micro_batch_size_per_gpu": task.bench.micro, "gradient_clipping": 0.0}
         whole |= {"optimizer": {"type": "AdamW", "params": _HYPER}}
-        self.engine: Engine = initialize(model=model, config=whole | task.config)[0]
+        self.engine: Engine = initialize(model=model, config=whole | dict(task.config))[0]
 
     def step(self, ids: Tensor, probe: _Probe) -> Tensor:
         loss = loss_of(self.engine(input_ids=ids, labels=ids))
@@ -218,7 +231,8 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 if __name__ == "__main__":
     try:
-        work(Task(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+        asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        work(Task(**asked | {"bench": Bench(**asked["bench"])}))
     except Exception as error:
         leave(failure_of(error, get_local_rank()))
         os._exit(1)  # others may have died: the end of this process might wait for them

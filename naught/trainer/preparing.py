@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(recipe: Recipe, group: Group, folder: Path, introduce: Callable[[Introduction], None]) -> Prepared:
-    """Read the data, build the model, say what will be done, and only then take the memory for it."""
+    """Read the data, build the model, say what will be done, and only then split it."""
     with group.together():
         if get_local_rank() == 0:
             prepare_corpus(recipe)

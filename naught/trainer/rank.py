@@ -19,7 +19,7 @@ from naught.accelerator import get_accelerator
 from naught.comm import Group, Ledger
 from naught.config.recipe import Recipe
 from naught.config.resolving import Resolved
-from naught.errors import NaughtError
+from naught.errors import NaughtError, UsageError
 from naught.observing import be_heard
 from naught.quantity import show_bytes
 from naught.report import write_report
@@ -151,10 +151,15 @@ class _Life:
                 self.console.say(title, text)
 
     def _go_on(self, training: Training) -> None:
-        """Take up the newest whole checkpoint. A run that was ended before its first one begins again."""
+        """Take up the newest whole checkpoint. A restart of a run that has none begins again."""
         group = training.engine.schedule.group
         there = any(training.checkpoints.glob("global_step*"))
         if not bool(group.exchange(torch.tensor([there]))[0]):  # as rank 0 sees it
+            if self.asked.resumed is not None:
+                where = shown_path(training.checkpoints.parent)
+                raise UsageError(
+                    "the run has no checkpoint to go on from", where=where, fix="start a run anew, with save_every=N"
+                )
             self._say_resumed(0, "", training)
             return
         path, _ = training.engine.load_checkpoint(str(training.checkpoints))

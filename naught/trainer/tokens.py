@@ -1,4 +1,5 @@
-"""Tokens: files of text become files of token numbers, once, which every rank maps into memory. Never held whole."""
+"""Tokens: files of text become files of token numbers, once, which every rank maps into memory. Texts are
+read in pieces that end with a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Windows: token numbers as samples of one length. Each token but the first is predicted once."""
+"""Windows: token numbers as samples of one length. Each token but the first is predicted once; an end that fills no sample is
+left out."""
 
 from __future__ import annotations
 
