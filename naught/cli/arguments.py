@@ -233,7 +233,7 @@ def add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="the six runs of ZeRO side by side; and what this machine can do")
     actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
     stages = actions.add_parser("stages", help="the six runs: memory and time of every stage", description=_STAGES)
-    stages.add_argument("--model", help="a preset or gpt:... (default: gpt2-medium on a GPU, 6 layers of 256 without)")
+    stages.add_argument("--model", help="a preset or gpt:... (default: gpt2-medium on a GPU, 6 layers of 128 without)")
     stages.add_argument("--batch", type=int, default=4, metavar="N", help="samples of each rank (default 4)")
     stages.add_argument("--seq", type=int, default=128, metavar="N", help="tokens of a sample (default 128)")
     stages.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks; on one GPU they share it (default 2)")

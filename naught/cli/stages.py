@@ -18,7 +18,7 @@ from naught.text import print_table
 
 __all__ = ["run_stages"]
 
-_CPU_MODEL = "gpt:layers=6,hidden=256,heads=8,vocab=4096,positions=128"
+_CPU_MODEL = "gpt:layers=6,hidden=128,heads=4,vocab=1024,positions=128"
 _GPU_MODEL = "gpt2-medium"
 
 
