@@ -145,7 +145,7 @@ LAYERS = [
     [
         *(f"trainer.{name}" for name in ("gpt", "texts", "tokens", "corpus", "windows", "models", "forecasting", "stopping")),
         *(f"trainer.{name}" for name in ("run_folder", "console", "telling", "introducing", "measures", "evaluating")),
-        *(f"trainer.{name}" for name in ("training", "preparing", "seating", "failing", "rank")),
+        *(f"trainer.{name}" for name in ("training", "preparing", "checking", "seating", "failing", "rank")),
         "trainer",
     ],
     ["stages.runs", "stages.worker", "stages.benching", "stages"],

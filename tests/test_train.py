@@ -238,6 +238,14 @@ def test_a_run_can_be_resumed_for_longer_at_another_stage_and_world(place):
     assert len(list((place / "runs").iterdir())) == 1
 
 
+@pytest.mark.usefixtures("place")
+def test_a_run_that_is_over_is_not_resumed_without_more_steps():
+    assert train("steps=2", "--nproc", "1").returncode == 0
+    ended = train_on("--resume", "--nproc", "1")
+    assert ended.returncode == 2
+    assert "naught: the run is at step 2 of 2 already [train.steps]. Give more: steps=N" in ended.stderr
+
+
 def test_a_rank_that_is_killed_is_restarted_with_all_others_and_training_goes_on(place):
     assert train("steps=60", "save_every=10").returncode == 0
     status, errors = interrupted(12, to_rank(1, signal.SIGKILL), "steps=60", "save_every=10", "--max-restarts", "1")
@@ -306,6 +314,11 @@ def test_a_disk_that_is_full_does_not_hide_the_cause():
         (["--resume"], 'naught: there is no run "last"'),
         (["--resume", "7"], 'naught: there is no run "7"'),
         (["--nproc", "0"], "naught: --nproc is at least 1, not 0"),
+        (["data=absent.txt"], 'naught: there is no file "absent.txt" [data.path]. Give a text file, a folder'),
+        (["data=absent.npy"], 'naught: there is no file "absent.npy" [data.path]'),
+        (["model=gtp2"], 'naught: no model "gtp2"; did you mean gpt2?'),
+        (["--offload"], "naught: the engine keeps all states on the device so far"),
+        (["weights=absent.safetensors"], 'naught: there are no weights at "absent.safetensors"'),
         (["--resume", "runs/none"], 'naught: "runs/none" is no run'),
         (["--stage", "7"], "argument --stage: invalid choice: 7"),
         (["fp16.enabled=true", "bf16.enabled=true"], "fp16.enabled and bf16.enabled are both true"),
@@ -324,14 +337,7 @@ def test_mistakes_on_the_command_line_are_told_before_anything_starts(place, cap
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["data=absent.txt"],
-            'naught: there is no file "absent.txt" [data.path]. Give a text file, a folder, or a glob in quotes',
-        ),
-        (["model=gtp2"], 'naught: no model "gtp2"; did you mean gpt2?'),
         (["seq=64"], "has 32 positions, and a sample 64 tokens. Set data.seq to 32 or less"),
-        (["--offload"], "naught: the engine keeps all states on the device so far"),
-        (["weights=absent.safetensors"], 'naught: there are no weights at "absent.safetensors"'),
         (["micro_batch=4000"], "the ranks need 8000 at once [data]. Give more text"),
     ],
 )

@@ -85,7 +85,7 @@ class Introduction:
         tokens = show_count(batch.train * recipe.data.seq)
         yield "batch", f"{batch.train} samples of {recipe.data.seq} tokens = {product}  {tokens} tokens a step"
         parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in expected.memory.items() if nbytes)
-        saved = f", {show_bytes(expected.whole)} at stage 0" if expected.whole != expected.total else ""
+        saved = f" (stage 0 would hold {show_bytes(expected.whole)})" if expected.whole != expected.total else ""
         yield "plan", f"each rank {show_bytes(expected.total)}: {parts}{saved}"
 
 

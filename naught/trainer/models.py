@@ -17,13 +17,13 @@ from naught.model_names import parse_model
 from naught.trainer.corpus import Corpus, refuse_strange
 from naught.trainer.gpt import Gpt
 
-__all__ = ["build_model", "loss_of", "recompute_blocks", "weights_of"]
+__all__ = ["build_model", "is_hugging_face", "loss_of", "recompute_blocks", "weights_of"]
 
 
 def build_model(recipe: Recipe, corpus: Corpus) -> nn.Module:
     """The model, with random weights that depend on the seed alone."""
     torch.manual_seed(recipe.train.seed)
-    if _is_hugging_face(recipe):
+    if is_hugging_face(recipe):
         return _hugging_face(recipe, corpus)
     model = parse_model(recipe.model.name)
     assert model.shape is not None, "only a module from Python has none"
@@ -60,16 +60,17 @@ def weights_of(recipe: Recipe) -> Path | None:
         return path
     folder = Path(recipe.model.name).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    if _is_hugging_face(recipe) and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+    if is_hugging_face(recipe) and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
         raise UsageError(
             f'the weights in "{folder}" are pickles, which are never loaded',
             where="model.weights",
             fix="convert them to safetensors, or set weights=null to start from random ones",
         )
-    return folder if _is_hugging_face(recipe) and any(folder.glob("*.safetensors")) else None
+    return folder if is_hugging_face(recipe) and any(folder.glob("*.safetensors")) else None
 
 
-def _is_hugging_face(recipe: Recipe) -> bool:
+def is_hugging_face(recipe: Recipe) -> bool:
+    """Whether a model is named by its configuration on this machine, and not by ours."""
     name = recipe.model.name
     return not name.startswith("gpt:") and Path(name).expanduser().exists()
 

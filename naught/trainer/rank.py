@@ -163,7 +163,10 @@ class _Life:
             self._say_resumed(0, "", training)
             return
         path, _ = training.engine.load_checkpoint(str(training.checkpoints))
-        self._say_resumed(training.engine.global_steps, Path(path).name, training)
+        step, steps = training.engine.global_steps, self.asked.recipe.train.steps
+        if self.asked.resumed is not None and step >= steps:
+            raise UsageError(f"the run is at step {step} of {steps} already", where="train.steps", fix="give more: steps=N")
+        self._say_resumed(step, Path(path).name, training)
 
     def _say_resumed(self, step: int, tag: str, training: Training) -> None:
         if self.run is not None:
@@ -203,8 +206,8 @@ class _Life:
         lines = [("done", told)]
         if measures.most_bytes:
             plan = measures.expected.total
-            share = 100 * (measures.most_bytes / plan - 1)
-            lines.append(("memory", f"peak {show_bytes(measures.most_bytes)} a rank, plan {show_bytes(plan)} ({share:+.0f}%)"))
+            share = round(100 * (measures.most_bytes / plan - 1))
+            lines.append(("memory", f"peak {show_bytes(measures.most_bytes)} a rank, plan {show_bytes(plan)} ({share:+d}%)"))
         return [*lines, report]
 
     def fail(self, error: BaseException) -> int:

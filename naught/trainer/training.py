@@ -15,6 +15,7 @@ from naught.config.recipe import Recipe
 from naught.data import RepeatingLoader
 from naught.engine import Engine
 from naught.errors import NaughtError
+from naught.quantity import show_count
 from naught.trainer.evaluating import evaluate
 from naught.trainer.measures import Measures
 from naught.trainer.models import loss_of
@@ -66,6 +67,7 @@ class Training:
                 self._evaluate(train.eval_batches)
             if (train.save_every and step % train.save_every == 0) or (last and train.save_last):
                 self._save()
+        self.teller.console.say("eval", f"on all {show_count(self.validation.tokens.size)} tokens of the validation data ...")
         loss = self._evaluate(0)
         engine.wait_for_checkpoint()
         return Outcome(None, loss)
