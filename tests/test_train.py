@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from naught.cli import main
+from naught.trainer.run_folder import RunFolder
 from naught.trainer.windows import Windows
 
 pytestmark = pytest.mark.timeout(180)
@@ -236,6 +237,18 @@ def test_a_run_can_be_resumed_for_longer_at_another_stage_and_world(place):
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     assert records(run, "resume")[0]["world"] == 1
     assert len(list((place / "runs").iterdir())) == 1
+
+
+def test_a_run_that_is_under_way_is_not_resumed_and_not_disturbed(place):
+    assert train("steps=2", "save_every=1").returncode == 0
+    run = place / "runs" / "0001-gpt"
+    other = RunFolder(run)
+    other.claim()
+    ended = train_on("--resume", "steps=9")
+    assert ended.returncode == 2
+    assert ended.stderr == "naught: the run runs/0001-gpt is under way. Wait until it is over, or stop it\n"
+    assert facts(run)["status"] == "done", "as it was"
+    os.close(other.handle)
 
 
 @pytest.mark.usefixtures("place")

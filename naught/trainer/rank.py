@@ -88,9 +88,9 @@ class _Life:
         self.rank = group.rank
         forget(self.rank)
         self.folder, goes_on = agree_on_folder(group, self.asked.runs, self.asked.name, self.asked.resumed)
-        if self.rank == 0:
-            self._move_in(self.folder, goes_on)
-        group.meet()
+        with group.together():
+            if self.rank == 0:
+                self._move_in(self.folder, goes_on)
         if self.rank > 0:
             redirect_output(self._log)
             self.console = Console(quiet=True)
@@ -120,10 +120,10 @@ class _Life:
 
     def _move_in(self, folder: Path, goes_on: bool) -> None:
         """Write down what will be done."""
-        tell_folder(folder)
         run = RunFolder(folder)
         run.claim()
         self.run = run
+        tell_folder(folder)
         if goes_on:
             run.reread()
         resolved = self.asked.resolved
