@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -15,6 +14,7 @@ from pathlib import Path
 from naught.cache import cache_folder
 from naught.errors import StorageError, UsageError
 from naught.quantity import show_bytes, show_count
+from naught.whole_files import replacing
 
 __all__ = ["FIGURES", "Measured", "keep", "recall", "show_figure"]
 
@@ -82,10 +82,8 @@ def keep(found: Mapping[str, float], device: str, *, today: str = "") -> str:
     path = _path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="new-") as folder:
-            fresh = Path(folder, path.name)
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)
+        with replacing(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise StorageError(
             f"cannot keep what was measured: {error.strerror or error}",

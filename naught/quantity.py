@@ -7,7 +7,7 @@ import re
 
 from naught.errors import UsageError
 
-__all__ = ["parse_bytes", "parse_count", "show_bytes", "show_count", "show_seconds"]
+__all__ = ["parse_bytes", "parse_count", "show_bytes", "show_clock", "show_count", "show_seconds"]
 
 _BYTES = {"B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -54,6 +54,13 @@ def _show(value: float, units: list[str], space: str) -> str:
         scaled, power = scaled / 1000, power + 1
     digits = 0 if power == 0 or abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
     return f"{scaled:.{digits}f}{space}{units[power]}".rstrip()
+
+
+def show_clock(seconds: float) -> str:
+    """As a clock shows it: 1:04, 2:00:05."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def show_seconds(seconds: float) -> str:

@@ -150,6 +150,10 @@ def write_run(
     return folder
 
 
+def absent(name: str, title: str) -> dict[str, Any]:
+    return {"name": name, "title": title, "available": False, "reason": "offload is not in this release"}
+
+
 def stages_json() -> dict[str, Any]:
     rng = random.Random(3)
     losses = [5.55 - 0.09 * step + rng.gauss(0, 0.02) for step in range(23)]
@@ -208,12 +212,7 @@ def stages_json() -> dict[str, Any]:
                 split=(False, True, True),
                 seconds=22.3,
             ),
-            {
-                "name": "zero2-offload",
-                "title": "ZeRO-2 + CPU optimizer",
-                "available": False,
-                "reason": "offload is not in this release",
-            },
+            absent("zero2-offload", "ZeRO-2 + CPU optimizer"),
             trained(
                 "zero3",
                 "ZeRO-3",
@@ -221,12 +220,7 @@ def stages_json() -> dict[str, Any]:
                 split=(True, True, True),
                 seconds=24.0,
             ),
-            {
-                "name": "zero3-offload",
-                "title": "ZeRO-3 + CPU optimizer",
-                "available": False,
-                "reason": "offload is not in this release",
-            },
+            absent("zero3-offload", "ZeRO-3 + CPU optimizer"),
             trained(
                 "zero3-fp16",
                 "ZeRO-3 in fp16",

@@ -11,7 +11,8 @@ import pytest
 from test_train import environment
 
 from naught.cli import main
-from naught.comm.agent import RankExit, threads_of_each
+from naught.comm.agent import RankExit
+from naught.surroundings import threads_of_each
 from naught.trainer.failing import Failure, cause, failure_of, status_of
 
 pytestmark = pytest.mark.timeout(120)

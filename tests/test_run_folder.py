@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from naught.errors import UsageError
-from naught.trainer.console import Console, clock, step_line
+from naught.quantity import show_clock
+from naught.trainer.console import Console, step_line
 from naught.trainer.run_folder import RunFolder, make_folder
 from naught.trainer.seating import _of_launch, launch_names
 
@@ -154,7 +155,7 @@ def test_on_a_terminal_a_bar_is_drawn_and_gives_way_to_lines():
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
 def test_a_clock_shows_hours_where_there_are_any(seconds, shown):
-    assert clock(seconds) == shown
+    assert show_clock(seconds) == shown
 
 
 def test_a_launch_has_the_name_of_its_job_and_of_its_agent():

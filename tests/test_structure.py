@@ -21,6 +21,7 @@ LAYERS = [
     ["errors"],
     [
         "extras",
+        "surroundings",
         "whole_files",
         "quantity",
         "run_folders",
@@ -42,6 +43,8 @@ LAYERS = [
         "config.types",
         "config.optimizers",
         "config.observation",
+        "config.precisions",
+        "config.ours",
         "config.schema",
         "config.old_names",
         "config.keys",
@@ -145,7 +148,7 @@ LAYERS = [
     [
         *(f"trainer.{name}" for name in ("gpt", "texts", "tokens", "corpus", "windows", "models", "forecasting", "stopping")),
         *(f"trainer.{name}" for name in ("run_folder", "console", "telling", "introducing", "measures", "evaluating")),
-        *(f"trainer.{name}" for name in ("training", "preparing", "checking", "seating", "failing", "rank")),
+        *(f"trainer.{name}" for name in ("training", "parting", "preparing", "checking", "seating", "failing", "rank")),
         "trainer",
     ],
     ["stages.runs", "stages.worker", "stages.benching", "stages"],

@@ -19,7 +19,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["Ended", "RankExit", "run_ranks", "threads_of_each"]
+from naught.surroundings import surroundings
+
+__all__ = ["Ended", "RankExit", "run_ranks"]
 
 _PATIENCE_S = "600"  # that ranks have to save when they are told to stop
 
@@ -48,9 +50,9 @@ def run_ranks(
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they would tell of each rank, at length
-    defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _PATIENCE_S, "OMP_NUM_THREADS": str(threads_of_each(nproc))}
-    ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environment or {})}
-    with tempfile.TemporaryDirectory(prefix="naught-") as folder, _environment({**defaults, **os.environ, **ours}):
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _PATIENCE_S, **surroundings(os.environ, nproc)}
+    variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environment or {})}
+    with tempfile.TemporaryDirectory(prefix="naught-") as folder, _environment(variables):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -94,8 +96,3 @@ def _how_late(found: RankExit) -> tuple[object, ...]:
     """Those that the agent stopped come last; those that were killed first; a traceback, which has status 1, is often of a rank
     that lost another."""
     return found.status == -signal.SIGTERM, found.status >= 0, found.time_s, found.status == 1, found.rank
-
-
-def threads_of_each(nproc: int) -> int:
-    """As many threads for each rank as it has cores to itself: more would only get in each other's way."""
-    return max(1, len(os.sched_getaffinity(0)) // nproc)

@@ -22,6 +22,8 @@ from naught.config.optimizers import (
     WarmupDecayLR,
     WarmupLR,
 )
+from naught.config.ours import Naught
+from naught.config.precisions import Autocast, Bf16, DataTypes, Fp16
 from naught.config.types import (
     Block,
     Count,
@@ -183,50 +185,6 @@ class Zero(Block):
     save_muon_momentum_buffer_in_memory: Annotated[Flag, idle("there is no Muon")] = False
 
 
-# --- precision --------------------------------------------------------------------------------------------------------
-
-
-class Fp16(Block):
-    enabled: Annotated[Flag, Key("16-bit floats for weights and gradients, 32-bit masters, scaled loss")] = False
-    auto_cast: Annotated[Flag, Key("cast the model's floating inputs to fp16")] = False
-    loss_scale: Annotated[Real, Field(ge=0), Key("fixed factor on the loss; 0 adapts it")] = 0.0
-    initial_scale_power: Annotated[Whole, Field(ge=0, le=127), Key("the first adaptive scale is 2 to this power")] = 16
-    loss_scale_window: Annotated[Positive, Key("steps without overflow before the scale doubles")] = 1000
-    hysteresis: Annotated[Positive, Key("overflows that are forgiven before the scale halves")] = 2
-    consecutive_hysteresis: Annotated[Flag, Key("a step without overflow restores the forgiveness")] = False
-    min_loss_scale: Annotated[Real, Field(gt=0), Key("the adaptive scale never falls below this")] = 1.0
-    fused_mode: Annotated[Flag, idle("there is one implementation")] = True
-    fp16: Annotated[Flag, idle("enabled decides")] = True
-
-
-class Bf16(Block):
-    enabled: Annotated[Flag, Key("bfloat16 weights and gradients with 32-bit masters")] = False
-    check_grad_overflow: Annotated[Flag, Key("skip a step whose gradients are not finite", also=("check_overflow",))] = True
-    immediate_grad_update: Annotated[Flag, idle("gradients are always taken up as they are made")] = False
-
-
-class Autocast(Block):
-    enabled: Annotated[Flag, Key("run the forward under torch.autocast; weights keep their precision")] = False
-    dtype: Annotated[Precision, Key("precision of autocast")] = "bf16"
-    lower_precision_safe_modules: Annotated[Names | None, Key("module classes whose weights may travel in this precision")] = None
-
-
-class DataTypes(Block):
-    grad_accum_dtype: Annotated[
-        Precision | None,
-        Key(
-            "precision in which micro-batches are summed; null is fp32 when there are several",
-            "sums of many bf16 gradients lose bits",
-            peer="the model's",
-        ),
-    ] = None
-    param_dtype: Annotated[Precision | None, Key("precision of weights in the forward; null follows fp16 and bf16")] = None
-    buffer_dtype: Annotated[Precision | None, Key("precision of buffers; null leaves them as they are")] = None
-    keep_in_fp32_modules: Annotated[
-        Names | Literal["auto"] | None, Key("module names or classes that keep 32-bit weights; auto asks the model")
-    ] = "auto"
-
-
 # --- memory of activations, disk, checkpoints -------------------------------------------------------------------------
 
 
@@ -267,41 +225,6 @@ class Checkpoint(Block):
     checkpoint_serialization: Annotated[Flag, idle("the format is JSON and raw bytes")] = True
     writer: Annotated[Opaque, idle("large sequential writes are the only way")] = None
     parallel_write: Annotated[Opaque, idle("every rank writes its own shards")] = None
-
-
-# --- ours alone -------------------------------------------------------------------------------------------------------
-
-
-class Naught(Block):
-    placement: Annotated[
-        Literal["stage", "pooled"],
-        Key("stage: as zero_optimization says; pooled: each unit's states go to the nearest tier with room"),
-    ] = "stage"
-    gradients: Annotated[
-        Literal["follow", "device", "host", "disk"],
-        Key("tier of split gradients; follow: host when the optimizer has left the device"),
-    ] = "follow"
-    tiles: Annotated[
-        Whole, Field(ge=1, le=4096), Key("pieces into which each large linear layer is split, to gather one at a time")
-    ] = 1
-    nvme_path: Annotated[Text | None, Key("folder for what the pool puts on disk")] = None
-    reduce_every_micro_batch: Annotated[
-        Flag, Key("sum gradients over the ranks after every micro-batch, at every stage: then all stages round alike")
-    ] = False
-    lazy_weights: Annotated[
-        Flag,
-        Key("stages 1 and 2 gather new weights where the next forward uses them, not in step(); they read as NaN until then"),
-    ] = False
-    async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
-    keep_last: Annotated[
-        Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")
-    ] = None
-    keep_every: Annotated[Positive | None, Key("checkpoints of steps that this divides stay as well")] = None
-    watchdog_s: Annotated[
-        Real,
-        Field(ge=0),
-        Key("seconds without progress after which one rank says where each of them is, and all write their stacks; 0 is never"),
-    ] = 60.0
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

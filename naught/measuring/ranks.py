@@ -10,11 +10,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import IO, NamedTuple
 
-import naught
 from naught.errors import UsageError
+from naught.surroundings import surroundings
 
 __all__ = ["ask_ranks"]
 
@@ -43,11 +42,7 @@ def ask_ranks(
 def _environment(nproc: int) -> dict[str, str]:
     """This process's, without the seat that a launcher may have given to it, and with one share of the cores for each."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    share = max(1, len(os.sched_getaffinity(0)) // nproc)
-    found = {"OMP_NUM_THREADS": str(share)} | env
-    # A rank finds the package where this process has found it, installed or not, and nothing in the present folder (-P).
-    found["PYTHONPATH"] = os.pathsep.join([str(Path(naught.__file__).parent.parent), *filter(None, [env.get("PYTHONPATH")])])
-    return found | {"WORLD_SIZE": str(nproc), "MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(_free_port())}
+    return surroundings(env, nproc) | {"WORLD_SIZE": str(nproc), "MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(_free_port())}
 
 
 def _free_port() -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from naught.quantity import show_count
+from naught.quantity import show_clock, show_count
 from naught.report.comparing import show_value
 from naught.report.html import Html, element, joined, table
 from naught.report.run_data import Run
-from naught.report.words import clock, counted, moment
+from naught.report.words import counted, moment
 
 __all__ = ["commands", "configuration", "environment", "errors", "facts_of", "origin", "progress", "status_of"]
 
@@ -23,7 +23,7 @@ def progress(run: Run) -> str:
     """How far, how long, and since when."""
     last = run.metrics.steps.steps[-1] if run.metrics.steps.steps else 0
     steps = f"{last:,} of {run.course.steps:,} steps" if run.course.steps else f"{last:,} steps"
-    took = f"in {clock(run.metrics.time_s)}" if run.metrics.time_s else None
+    took = f"in {show_clock(run.metrics.time_s)}" if run.metrics.time_s else None
     began = f"started {moment(run.course.started)}" if run.course.started else None
     resumed = f"resumed {len(run.metrics.resumes)} time{'s' * (len(run.metrics.resumes) > 1)}" if run.metrics.resumes else None
     return ", ".join(filter(None, [" ".join(filter(None, [steps, took])), resumed, began]))

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from naught.quantity import show_bytes, show_count, show_seconds
 
-__all__ = ["bits", "clock", "counted", "loss", "moment", "optional_bytes", "percent", "rate", "seconds", "signed_percent"]
+__all__ = ["bits", "counted", "loss", "moment", "optional_bytes", "percent", "rate", "seconds", "signed_percent"]
 
 _NONE = "-"
 
@@ -44,13 +44,6 @@ def seconds(value: float | None) -> str:
 def counted(count: float | None, word: str) -> str | None:
     """`1 unit`, `5 units`; None where there is nothing to say."""
     return None if count is None else f"{show_count(count)} {word}{'' if count == 1 else 's'}"
-
-
-def clock(duration_s: float) -> str:
-    """1:04, 2:00:05."""
-    minutes, second = divmod(round(duration_s), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def moment(text: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from naught.errors import UsageError
 from naught.report.html import Html
 from naught.report.page import GENERATOR
+from naught.whole_files import replacing
 
 __all__ = ["write_page"]
 
@@ -19,12 +20,10 @@ def write_page(html: Html, out: Path) -> None:
         raise UsageError(
             f'"{out}" exists already, and is no report', fix="name another file with --output; nothing was overwritten"
         )
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        draft.write_text(html, encoding="utf-8")
-        draft.replace(out)
+        with replacing(out) as file:
+            file.write(html.encode())
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise UsageError(f'"{out}" cannot be written: {error.strerror}') from error
 
 

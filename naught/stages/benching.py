@@ -62,7 +62,7 @@ def _take(run: StageRun, bench: Bench) -> dict[str, Any]:
         task, out = Path(folder, "task.json"), Path(folder, "found.json")
         asked = {"name": run.name, "config": dict(run.config), "out": str(out), "bench": bench._asdict()}
         task.write_text(json.dumps(asked), encoding="utf-8")
-        ended = run_ranks(["-m", "naught.stages.worker", str(task)], nproc=bench.nproc, environment={ERRORS: folder})
+        ended = run_ranks(["-P", "-m", "naught.stages.worker", str(task)], nproc=bench.nproc, environment={ERRORS: folder})
         if ended.signal is not None:
             raise KeyboardInterrupt
         if ended.failed:

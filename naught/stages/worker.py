@@ -115,11 +115,21 @@ def _train(task: Task, trained: _Trained, batches: Iterator[Tensor], probe: _Pro
         if step == task.bench.warmup:
             began = _now(group)
         probe.step = step
-        losses.append(trained.step(next(batches).to(probe.device), probe))
+        losses.append(_step(trained, next(batches).to(probe.device), probe))
         if step == task.bench.warmup + task.bench.iterations - 1:
             ended = _now(group)
     means = group.exchange(torch.stack(losses).double().cpu()).mean(dim=0)
     return means.tolist(), ended - began
+
+
+def _step(trained: _Trained, ids: Tensor, probe: _Probe) -> Tensor:
+    loss = loss_of(trained.forward(input_ids=ids, labels=ids))
+    probe.after(_FORWARD)
+    trained.backward(loss)
+    probe.after(_BACKWARD)
+    trained.update()
+    probe.after(_STEP)
+    return loss.detach()
 
 
 def _now(group: Group) -> float:
@@ -150,7 +160,11 @@ class _Probe:
 class _Trained(Protocol):
     """A model that takes steps."""
 
-    def step(self, ids: Tensor, probe: _Probe) -> Tensor: ...
+    def forward(self, **inputs: Tensor) -> object: ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def update(self) -> None: ...
 
     def held(self) -> dict[str, int]:
         """Bytes of a rank after a backward, by kind."""
@@ -170,14 +184,14 @@ class _Split:
         whole |= {"optimizer": {"type": "AdamW", "params": _HYPER}}
         self.engine: Engine = initialize(model=model, config=whole | dict(task.config))[0]
 
-    def step(self, ids: Tensor, probe: _Probe) -> Tensor:
-        loss = loss_of(self.engine(input_ids=ids, labels=ids))
-        probe.after(_FORWARD)
+    def forward(self, **inputs: Tensor) -> object:
+        return self.engine(**inputs)
+
+    def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
-        probe.after(_BACKWARD)
+
+    def update(self) -> None:
         self.engine.step()
-        probe.after(_STEP)
-        return loss.detach()
 
     def held(self) -> dict[str, int]:
         kinds = {"weights": ("weights",), "gradients": ("whole gradients", "owned gradients"), "states": ("states", "masters")}
@@ -199,15 +213,15 @@ class _Plain:
         self.model, self.group = DistributedDataParallel(model, gradient_as_bucket_view=True), group
         self.optimizer = torch.optim.AdamW(model.parameters(), **{**_HYPER, "betas": tuple(_HYPER["betas"])}, fused=True)
 
-    def step(self, ids: Tensor, probe: _Probe) -> Tensor:
-        loss = loss_of(self.model(input_ids=ids, labels=ids))
-        probe.after(_FORWARD)
+    def forward(self, **inputs: Tensor) -> object:
+        return self.model(**inputs)
+
+    def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss)
-        probe.after(_BACKWARD)
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        probe.after(_STEP)
-        return loss.detach()
 
     def held(self) -> dict[str, int]:
         states = [state for kept in self.optimizer.state.values() for state in kept.values() if state.numel() > 1]

@@ -8,9 +8,9 @@ import shutil
 import sys
 from typing import Any, TextIO
 
-from naught.quantity import show_bytes, show_count
+from naught.quantity import show_bytes, show_clock, show_count
 
-__all__ = ["Console", "clock", "step_line"]
+__all__ = ["Console", "step_line"]
 
 _BAR_WIDTH = 24
 
@@ -76,11 +76,4 @@ def step_line(found: dict[str, Any], *, steps: int, planned_bytes: int | None, h
     if found["waited"]:
         parts.append(f"comm {100 * min(1.0, sum(found['waited'].values()) / found['seconds']):.0f}%")
     parts += [f"skipped {found['skipped']}"] if found["skipped"] else []
-    return "  ".join([*parts, f"eta {clock(eta_s)}"])
-
-
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds as a clock shows them."""
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+    return "  ".join([*parts, f"eta {show_clock(eta_s)}"])

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from naught.accelerator import get_accelerator
 from naught.config import Batch, placement_of
 from naught.config.recipe import Recipe
 from naught.errors import ModelError
 from naught.estimate import forecast
 from naught.formulas import recipe as byte_recipe
 from naught.job import ActivationBytes, Checkpointing, Job
-from naught.machine import detect
+from naught.machine import Machine
 from naught.modules import model_of
 from naught.placement import PLACEMENTS, Tier
 from naught.sizes import PlacedRun
@@ -53,7 +53,8 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
     placement = placement_of(recipe)
     runs = model_of(model).runs
     activations = _activations(model, recipe, batch.micro)
-    machine = replace(detect()[0], ranks=world, ranks_per_node=world)
+    alone = get_accelerator().device_name() == "cpu"
+    machine = Machine(ranks=world, ranks_per_node=world, unified=alone)  # its sizes and rates do not count here
     found, whole = (
         forecast("run", [PlacedRun(run, place) for run in runs], activations, machine, job)
         for place in (placement, PLACEMENTS["stage0"])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -21,18 +19,18 @@ from naught.config.recipe import Recipe
 from naught.config.resolving import Resolved
 from naught.errors import NaughtError, UsageError
 from naught.observing import be_heard
-from naught.quantity import show_bytes
 from naught.report import write_report
-from naught.trainer.console import Console, clock
+from naught.trainer.console import Console
 from naught.trainer.failing import failure_of, forget, leave, status_of, tell_folder, tell_saved
 from naught.trainer.introducing import Introduction, device_title, environment
 from naught.trainer.measures import Measures, peak_flops
+from naught.trainer.parting import now, part
 from naught.trainer.preparing import prepare
 from naught.trainer.run_folder import RunFolder, shown_path
 from naught.trainer.seating import agree_on_folder, launch_names, redirect_output
 from naught.trainer.stopping import Stop, listening
 from naught.trainer.telling import Teller
-from naught.trainer.training import Outcome, Training
+from naught.trainer.training import Training
 
 __all__ = ["STOPPED", "Asked", "run_rank"]
 
@@ -108,10 +106,13 @@ class _Life:
         if goes_on:
             self._go_on(training)
         outcome = training.go()
-        status = self._end(training, outcome, intro)
+        if self.run is not None:
+            part(self.run, self.console, training, outcome, intro)
+        if outcome.stopped_by is not None:
+            tell_saved()
         engine.destroy()
         comm.shut_down()
-        return status
+        return 0 if outcome.stopped_by is None else STOPPED
 
     @property
     def _log(self) -> Path:
@@ -136,7 +137,7 @@ class _Life:
             name=name,
             number=int(number) if number.isdigit() else 0,
             status="running",
-            started=run.facts.get("started", _now()),
+            started=run.facts.get("started", now()),
             ended=None,
             error=None,
             command=self.asked.command,
@@ -175,41 +176,6 @@ class _Life:
         source = tag or "the beginning, for there is no checkpoint yet"
         self.console.say("resume", f"from {source}: {self.asked.recipe.train.steps - step} steps to go")
 
-    def _end(self, training: Training, outcome: Outcome, introduction: Introduction) -> int:
-        measures, stopped = training.measures, outcome.stopped_by is not None
-        if self.run is not None:
-            status = "stopped" if stopped else "done"
-            self.run.record("end", training.engine.global_steps, status=status)
-            peak = {"measured": measures.most_bytes or None, "plan": measures.expected.total}
-            self.run.tell(status=status, ended=_now(), peak=peak if measures.most_bytes else self.run.facts["peak"])
-            write_report([self.run.path], self.run.path / "report.html")
-            if stopped:
-                tell_saved()
-            for title, text in self._farewell(self.run.path, training, outcome, introduction):
-                self.console.say(title, text)
-            self.console.close()
-        return STOPPED if stopped else 0
-
-    def _farewell(self, folder: Path, training: Training, outcome: Outcome, introduction: Introduction) -> list[tuple[str, str]]:
-        step, steps = training.engine.global_steps, self.asked.recipe.train.steps
-        report = ("report", shown_path(folder / "report.html"))
-        if outcome.stopped_by is not None:
-            name = signal.Signals(outcome.stopped_by).name
-            text = f"by {name} after step {step} of {steps}, and saved; naught train --resume {shown_path(folder)} goes on"
-            return [("stopped", text), report]
-        assert outcome.loss is not None and self.run is not None
-        bits, measures = training.measures.bits(outcome.loss), training.measures
-        told = f"{steps} steps in {clock(self.run.seconds)}  validation loss {outcome.loss:.4f}"
-        if bits is not None:
-            yardsticks = ", ".join(f"{name} {value:.2f}" for name, value in introduction.corpus.yardsticks.items())
-            told += f"  {bits:.3f} bits per byte" + (f" ({yardsticks})" if yardsticks else "")
-        lines = [("done", told)]
-        if measures.most_bytes:
-            plan = measures.expected.total
-            share = round(100 * (measures.most_bytes / plan - 1))
-            lines.append(("memory", f"peak {show_bytes(measures.most_bytes)} a rank, plan {show_bytes(plan)} ({share:+d}%)"))
-        return [*lines, report]
-
     def fail(self, error: BaseException) -> int:
         """Leave the traceback in the log and the cause where it is told, once."""
         failure = failure_of(error, self.rank)
@@ -225,7 +191,7 @@ class _Life:
             self._write_log(story)
         with suppress(OSError, NaughtError):
             if self.run is not None:
-                self.run.tell(status="failed", ended=_now(), error=failure.text)
+                self.run.tell(status="failed", ended=now(), error=failure.text)
                 write_report([self.run.path], self.run.path / "report.html")
         return status_of(error)
 
@@ -242,7 +208,3 @@ def _backend(recipe: Recipe) -> str | None:
     if get_accelerator().device_name() == "cpu":
         return None if asked == "auto" else asked
     return "gloo" if asked == "gloo" or (asked == "auto" and comm.shares_device()) else None
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

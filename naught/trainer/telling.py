@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from naught.quantity import show_bytes
-from naught.trainer.console import Console, clock, step_line
+from naught.quantity import show_bytes, show_clock
+from naught.trainer.console import Console, step_line
 from naught.trainer.run_folder import RunFolder, shown_path
 
 __all__ = ["Teller"]
@@ -38,7 +38,7 @@ class Teller:
             held_bytes = measured["memory"]["peak"]
             line = step_line(told, steps=self.steps, planned_bytes=planned_bytes, held_bytes=held_bytes, eta_s=eta_s)
             self.console.record(found, line)
-        self.console.progress(step, self.steps, f"{step}/{self.steps}  loss {measured['loss']:.4f}  eta {clock(eta_s)}")
+        self.console.progress(step, self.steps, f"{step}/{self.steps}  loss {measured['loss']:.4f}  eta {show_clock(eta_s)}")
 
     def evaluated(self, step: int, *, loss: float, bpb: float | None, seconds: float) -> None:
         if self.run is not None:

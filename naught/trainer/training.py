@@ -86,7 +86,8 @@ class Training:
     def _step(self, batches: Iterator[Tensor]) -> int | None:
         """One step on all ranks. Returns the signal by which any of them was asked to stop."""
         engine, losses = self.engine, []
-        self.measures.begin()
+        if not self.teller.silent:
+            self.measures.begin()
         for _ in range(engine.gradient_accumulation_steps()):
             began = time.perf_counter()
             ids = next(batches).to(engine.device, non_blocking=True)

@@ -1,0 +1,51 @@
+"""Ours: the block of a configuration that DeepSpeed does not have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from naught.config.types import (
+    Block,
+    Flag,
+    Key,
+    Positive,
+    Real,
+    Text,
+    Whole,
+)
+
+__all__ = ["Naught"]
+
+
+class Naught(Block):
+    placement: Annotated[
+        Literal["stage", "pooled"],
+        Key("stage: as zero_optimization says; pooled: each unit's states go to the nearest tier with room"),
+    ] = "stage"
+    gradients: Annotated[
+        Literal["follow", "device", "host", "disk"],
+        Key("tier of split gradients; follow: host when the optimizer has left the device"),
+    ] = "follow"
+    tiles: Annotated[
+        Whole, Field(ge=1, le=4096), Key("pieces into which each large linear layer is split, to gather one at a time")
+    ] = 1
+    nvme_path: Annotated[Text | None, Key("folder for what the pool puts on disk")] = None
+    reduce_every_micro_batch: Annotated[
+        Flag, Key("sum gradients over the ranks after every micro-batch, at every stage: then all stages round alike")
+    ] = False
+    lazy_weights: Annotated[
+        Flag,
+        Key("stages 1 and 2 gather new weights where the next forward uses them, not in step(); they read as NaN until then"),
+    ] = False
+    async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
+    keep_last: Annotated[
+        Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")
+    ] = None
+    keep_every: Annotated[Positive | None, Key("checkpoints of steps that this divides stay as well")] = None
+    watchdog_s: Annotated[
+        Real,
+        Field(ge=0),
+        Key("seconds without progress after which one rank says where each of them is, and all write their stacks; 0 is never"),
+    ] = 60.0
