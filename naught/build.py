@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,23 +12,28 @@ import torch
 from torch import nn
 
 from naught.comm import Group
+from naught.comm.launch import find_seat, local_ranks
 from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
 from naught.errors import ModelError, UsageError
+from naught.ferry import Ferry
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.gradients import GradTypes
 from naught.hints import leaf_names, renew_loans
+from naught.host_worker import HostWorker, cores_of
 from naught.layout import ALIGN_NUMEL
 from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Kind, Place, Placement, Tier
 from naught.precision import DTYPES, Precision, kept_in_fp32
-from naught.unit import Home, Segment, Types, Unit
+from naught.segment import Home, HostSide, Segment, Types
+from naught.shelves import HostShelf
+from naught.unit import Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits
 
-__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_what_is_not_there_yet"]
+__all__ = ["Surroundings", "budgets_of", "build_units", "host_side", "limits_of", "refuse_what_is_not_there_yet"]
 
 _LOG = logging.getLogger("naught")
 
@@ -61,6 +67,11 @@ _HEEDED = (
     "csv_monitor.",
     "wandb.",
     "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_optimizer.ratio",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.pin_memory",
     "zero_optimization.overlap_comm",
     "zero_optimization.leaf_module.",
     "zero_optimization.reduce_bucket_size",
@@ -87,8 +98,8 @@ def refuse_what_is_not_there_yet(config: Config) -> None:
     if config.auto:
         raise UsageError(f'"auto" is left in {", ".join(sorted(config.auto))}', fix="give values; nobody has filled them in")
     placement = placement_of(config)
-    if any(placement.of(kind).tier is not Tier.DEVICE for kind in Kind):
-        raise UsageError("the engine keeps all states on the device so far", fix="remove offload_optimizer and offload_param")
+    if any(placement.of(kind).tier is Tier.DISK for kind in Kind):
+        raise UsageError("the engine keeps no states on disk yet", fix='offload to the host: "device": "cpu"')
     asked = [note.path for note in check(to_document(config)).notes if note.effect is Effect.HONOURED]
     defaults = {keys.plain_path(entry.path): entry.info.default for entry in keys.entries()}
     unheeded = [path for path in asked if not _is_heeded(path) and _value(config, path) != defaults.get(path)]
@@ -113,12 +124,25 @@ def _value(config: Config, path: str) -> Any:
 
 
 class Surroundings(NamedTuple):
-    """Among whom, where and counted by whom units live, and what share of its step a gradient is."""
+    """Among whom, where and counted by whom units live, what share of its step a gradient is, and the host, if it is needed."""
 
     group: Group
     device: torch.device
     meter: Meter
     share: Callable[[], float]
+    host: HostSide | None
+
+
+def host_side(config: Config, device: torch.device, meter: Meter) -> HostSide | None:
+    """What a rank needs on its host; None: nothing rests there."""
+    placement, zero = placement_of(config), config.zero_optimization
+    if all(placement.of(kind).tier is Tier.DEVICE for kind in Kind):
+        return None
+    pins = all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block is not None)
+    here = find_seat(os.environ)
+    apart = device.type != "cpu"  # else training itself needs the cores, and as many threads as it was given
+    cores = cores_of(here.local_rank if here else 0, local_ranks(os.environ)) if apart else None
+    return HostSide(HostShelf(device, meter, pins=pins, limit=None), Ferry(device, meter), HostWorker(cores))
 
 
 def build_units(
@@ -136,7 +160,8 @@ def build_units(
     placements = _placements(specs, config)
     filling = Filling(model, around.device)
     last = {spec.name: filling.last_owner([params[param.name] for param in spec.params]) for spec in specs}
-    units = {name: Unit(name, [], placement_of(config)) for name in dict.fromkeys(("", *last))}  # in their own order
+    lazy = config.naught.lazy_weights
+    units = {name: Unit(name, [], placement_of(config), lazy=False) for name in dict.fromkeys(("", *last))}  # in their own order
     for spec in sorted(specs, key=lambda spec: last[spec.name]):
         filling.fill_through(last[spec.name])
         placement, parts = placements[spec.name], []
@@ -146,7 +171,8 @@ def build_units(
             members = [params[slot.name] for slot in layout.slots]
             groups = [membership.group_of(param) for param in members] if key.trainable else []
             parts.append(Segment(list(map(filling.of, members)), layout, groups, types, Home(placement, *around)))
-        units[spec.name] = Unit(spec.name, parts, placement)
+        waits = placement.optim.tier is not Tier.DEVICE if lazy is None else lazy
+        units[spec.name] = Unit(spec.name, parts, placement, lazy=waits)
     filling.fill_rest()
     membership.replace(filling.of)
     renew_loans(model, filling.of)
@@ -189,6 +215,14 @@ def _placements(specs: Sequence[UnitSpec], config: Config) -> dict[str, Placemen
             if spec.numel < zero.stage3_param_persistence_threshold and spec.numel <= room:
                 room -= spec.numel
                 found[spec.name] = replace(base, param=Place(split=False))
+    if zero.offload_optimizer is not None and base.optim.tier is not Tier.DEVICE:
+        # What the next forward needs first stays on the device: it is updated at once, and the host has time for the rest.
+        room = round((1 - zero.offload_optimizer.ratio) * sum(spec.numel for spec in specs))
+        for spec in specs:
+            if spec.numel <= room:
+                room -= spec.numel
+                stays = found[spec.name]
+                found[spec.name] = replace(stays, optim=Place(stays.optim.split), grad=Place(stays.grad.split))
     return found
 
 
@@ -212,5 +246,4 @@ def limits_of(config: Config, element_bytes: int) -> UpdateLimits:
         skips=not config.bf16.enabled or config.bf16.check_grad_overflow,
         part_numel=max(ALIGN_NUMEL, (zero.sub_group_size or _NO_LIMIT) // ALIGN_NUMEL * ALIGN_NUMEL),
         flight_bytes=zero.allgather_bucket_size * element_bytes,
-        lazy=config.naught.lazy_weights,
     )

@@ -1,4 +1,5 @@
-"""Devices: what differs between a CPU and an accelerator. The only file that calls torch.cuda."""
+"""Devices: what differs between a CPU and an accelerator. With `streams`, the only file that calls
+torch.cuda."""
 
 from __future__ import annotations
 
@@ -8,14 +9,13 @@ import platform
 import resource
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from naught.accelerator import get_accelerator
 from naught.cpu import Cpu
@@ -23,7 +23,6 @@ from naught.errors import ModelError
 
 __all__ = [
     "GpuFacts",
-    "HostCopies",
     "Mark",
     "Room",
     "allocated_bytes",
@@ -171,33 +170,6 @@ def nccl_version() -> str | None:
     if torch.version.cuda is None:
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-
-
-class HostCopies:
-    """Copies of tensors in host memory. Made inside of `beside`, in a thread, they come after all that the device had been
-    asked before `follow`, and nothing waits for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream: torch.cuda.Stream | None = None  # None: the device is the host
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def follow(self) -> None:
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Under way until `arrive`."""
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
-        return pinned.copy_(tensor, non_blocking=True)
-
-    def arrive(self) -> None:
-        """Wait for the copies that this thread has asked for."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).synchronize()
 
 
 # glibc's numbers for mallopt.

@@ -29,6 +29,7 @@ class Foreign:
     """The rule of a torch optimizer, once a trial has shown that it is one of single elements."""
 
     apart = True
+    defers = False  # its counters are counted once a step is over
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer

@@ -17,7 +17,7 @@ from naught.comm import Group
 from naught.engine import Engine, engines
 from naught.errors import UsageError
 from naught.layout import Span, intersect
-from naught.unit import Segment
+from naught.segment import Segment
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -87,7 +87,7 @@ class _Home(NamedTuple):
     # --- what there is of it ---
 
     def masters(self) -> Tensor:
-        return self.segment.target if self.segment.states.masters is None else self.segment.states.masters
+        return self.segment.exact
 
     def grads(self) -> Tensor | None:
         self.engine.passes.complete()
@@ -109,6 +109,7 @@ class _Home(NamedTuple):
     def grads_written(self) -> None:
         """A parameter that has been given a gradient is used."""
         self.segment.grads.used[self.place] = True
+        self.segment.grads.rewritten()
 
 
 def _home_of(param: nn.Parameter, *, writes: bool = False) -> _Home:
@@ -147,7 +148,7 @@ def _read(param: nn.Parameter, kind: _Kind, cut: Callable[[_Home, Tensor], Tenso
     owned = kind.find(home)
     if owned is None:
         return None
-    found = cut(home, owned).to(torch.float32, copy=True)
+    found = cut(home, owned).to(param.device, torch.float32, copy=True)
     return found / home.engine.loss_scale.value if kind.scaled else found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from naught.flat import Flat, Meter
 from naught.holding import Buffer
 from naught.layout import Layout
 from naught.placement import Placement
+from naught.squares import squares_of
 
-__all__ = ["Content", "GradTypes", "Gradients"]
+__all__ = ["Content", "DeviceSum", "GradTypes", "Gradients", "Sum"]
 
 
 class GradTypes(NamedTuple):
@@ -34,12 +35,43 @@ class Content(Enum):
     SUM = auto()  # a sum over the ranks
 
 
-class _Sum:
+class Sum(Protocol):
     """A sum that has left its flat, so that the next micro-batch can be added to it."""
+
+    dtype: torch.dtype
+
+    @property
+    def empty(self) -> bool:
+        """There is no sum."""
+
+    @property
+    def value(self) -> Tensor | None: ...
+
+    def squares(self, part: slice | None) -> Tensor:
+        """Sums of the squares of a part of it, or of all, by block, on the device."""
+
+    def add(self, part: Tensor) -> None: ...
+
+    def rewritten(self) -> None:
+        """Somebody has written to the value."""
+
+    def drop(self) -> None: ...
+
+
+class DeviceSum:
+    """On the device."""
 
     def __init__(self, dtype: torch.dtype, meter: Meter) -> None:
         self.dtype, self.meter = dtype, meter
         self.value: Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.value is None
+
+    def squares(self, part: slice | None) -> Tensor:
+        assert self.value is not None
+        return squares_of(self.value if part is None else self.value[part])
 
     def add(self, part: Tensor) -> None:
         if self.value is None:
@@ -47,6 +79,9 @@ class _Sum:
             self.meter.change(Buffer.OWNED_GRADS, self.value.nbytes)
         else:
             self.value.add_(part)
+
+    def rewritten(self) -> None:
+        """Its squares are taken when they are wanted."""
 
     def drop(self) -> None:
         if self.value is not None:
@@ -67,14 +102,16 @@ class Gradients:
         group: Group,
         meter: Meter,
         share: Callable[[], float],
+        owned: Sum,
     ) -> None:
         self.params, self.placement, self.group, self.share = list(params), placement, group, share
-        category = Buffer.GRAD_FLATS if placement.grad.split else Buffer.WHOLE_GRADS
+        category = Buffer.GRAD_FLATS if placement.sums_leave else Buffer.WHOLE_GRADS
         self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=meter)
+        self.shard = slice(*layout.shard(group.rank))
         self.content = Content.NOTHING
         self.filled = [False] * len(self.params)  # in the flat
         self.used = [False] * len(self.params)  # on this rank, since the last update
-        self.owned = _Sum(types.sums, meter)
+        self.owned = owned
         self.under_way: Pending | None = None  # while the content is sent
 
     @property
@@ -100,6 +137,11 @@ class Gradients:
     def unsent(self) -> bool:
         """Whether gradients were collected that no reduce has seen."""
         return self.content is Content.OWN
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was reduced."""
+        return self.content is not Content.SUM and self.owned.empty
 
     def is_made(self) -> bool:
         """Whether autograd has made gradients that are not collected yet."""
@@ -171,7 +213,7 @@ class Gradients:
         if not self.placement.optim.split:
             self.group.gather(self.flat.tensor, self.flat.slices, unit).wait()
         self.content = Content.SUM
-        if self.placement.grad.split:
+        if self.placement.sums_leave:
             self._set_aside()
 
     def _set_aside(self) -> None:
@@ -181,11 +223,25 @@ class Gradients:
 
     def sum(self) -> Tensor | None:
         """This rank's part of the summed gradient, brought together; None if nothing was reduced."""
-        if self.content is Content.SUM and self.owned.value is None:
+        if self.content is Content.SUM and self.owned.empty:
             return self.kept
         if self.content is Content.SUM:
             self._set_aside()
         return self.owned.value
+
+    def squares(self) -> Tensor | None:
+        """Of this rank's slice of the sum, by block; None if nothing was reduced."""
+        if self.content is Content.SUM and self.owned.empty:
+            return squares_of(self.mine)
+        if self.content is Content.SUM:
+            self._set_aside()
+        everything = self.placement.optim.split
+        return None if self.owned.empty else self.owned.squares(None if everything else self.shard)
+
+    def rewritten(self) -> None:
+        """Somebody has written to the sum."""
+        if self.content is not Content.SUM:
+            self.owned.rewritten()
 
     def drop(self) -> None:
         """Let go of this step's gradients."""

@@ -33,6 +33,7 @@ class Buffer(StrEnum):
     OWNED_GRADS = "owned gradients"
     STORED_GRADS = "stored gradients"
     NEW_WEIGHTS = "new weights"
+    STAGING = "staging"  # between device and host: as much in every plan
 
 
 class Life(NamedTuple):
@@ -73,14 +74,14 @@ LIVES: Mapping[Buffer, Life] = {
         (Verb.COLLECT, Kind.GRAD),
         ((Verb.SETTLE, Kind.GRAD),),
         lambda size: size.grads,
-        when=lambda place: place.grad.split,
+        when=lambda place: place.sums_leave,
     ),
     Buffer.WHOLE_GRADS: Life(
         Tier.DEVICE,
         (Verb.COLLECT, Kind.GRAD),
         (_UPDATED,),
         lambda size: size.grads,
-        when=lambda place: not place.grad.split,
+        when=lambda place: not place.sums_leave,
     ),
     Buffer.SCRATCH: Life(Tier.DEVICE, (Verb.REDUCE, Kind.GRAD), ((Verb.SETTLE, Kind.GRAD),), lambda size: size.reduce_scratch),
     Buffer.OWNED_GRADS: Life(
@@ -88,7 +89,7 @@ LIVES: Mapping[Buffer, Life] = {
         (Verb.SETTLE, Kind.GRAD),
         ((Verb.STORE, Kind.GRAD), _UPDATED),
         lambda size: size.grad_shard,
-        when=lambda place: place.grad.split,
+        when=lambda place: place.grad.split and place.optim.tier is Tier.DEVICE,  # else staging takes it to the host at once
     ),
     Buffer.STORED_GRADS: Life(
         Tier.HOST, (Verb.STORE, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard

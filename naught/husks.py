@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from naught.errors import UsageError
 from naught.layout import Layout
 
-__all__ = ["Husks", "check_husks"]
+__all__ = ["Husks", "check_husks", "untouched"]
 
 
 class Husks:
@@ -23,10 +24,15 @@ class Husks:
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
 
 
+def untouched(everything: Sequence[Husks]) -> Tensor:
+    """Whether none was written to, as the device will know. One question for all of them."""
+    return torch.cat([husks.marks for husks in everything]).isnan().all()
+
+
 def check_husks(everything: Iterable[Husks]) -> None:
-    """Raise if a husk was written to: the write is lost. One look at all marks, for on an accelerator a look is a wait."""
+    """Raise if a husk was written to: the write is lost. On an accelerator this waits."""
     everything = list(everything)
-    if not everything or bool(torch.cat([husks.marks for husks in everything]).isnan().all()):
+    if not everything or bool(untouched(everything)):
         return
     for husks in everything:
         written = ~husks.marks.isnan()

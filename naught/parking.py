@@ -10,8 +10,10 @@ from torch import Tensor
 
 from naught.errors import UsageError
 from naught.flat import Flat
+from naught.gradients import DeviceSum
 from naught.holding import Buffer
-from naught.unit import Segment, Unit
+from naught.segment import Segment
+from naught.unit import Unit
 
 __all__ = ["Parking"]
 
@@ -51,6 +53,8 @@ def _name(kind: Any) -> str:
 
 
 def _moments(segment: Segment) -> list[Return]:
+    if segment.remote:
+        return []  # they rest on the host
     states, move = segment.states, _mover(segment, "states")
     host = states.moments = {name: move(moment, _HOST) for name, moment in states.moments.items()}
 
@@ -62,7 +66,7 @@ def _moments(segment: Segment) -> list[Return]:
 
 def _masters(segment: Segment) -> list[Return]:
     states, move = segment.states, _mover(segment, "masters")
-    if states.masters is None:
+    if states.masters is None or segment.remote:
         return []
     host = states.masters = move(states.masters, _HOST)
 
@@ -77,6 +81,8 @@ def _weights(segment: Segment) -> list[Return]:
     if not weights.split:
         weights.hide()
         return [weights.bind, _flat(weights.flat)]  # they come back in reverse
+    if weights.shard is None or weights.shard.device == _HOST != weights.device:
+        return []  # they rest on the host
     host = weights.shard = move(weights.shard, _HOST)
 
     def bring_back() -> None:
@@ -88,7 +94,7 @@ def _weights(segment: Segment) -> list[Return]:
 def _gradients(segment: Segment) -> list[Return]:
     owned, move = segment.grads.owned, _mover(segment, Buffer.OWNED_GRADS)
     back = [_flat(segment.grads.flat)] if segment.grads.flat.allocated else []
-    if owned.value is None:
+    if owned.value is None or not isinstance(owned, DeviceSum):
         return back
     host = owned.value = move(owned.value, _HOST)
 

@@ -16,7 +16,7 @@ from naught.lending import Lending
 from naught.schedule import Schedule
 from naught.scout import Scout
 from naught.steps import Moment, Pass
-from naught.update import tampered
+from naught.update import misused
 from naught.watch import Watch
 
 __all__ = ["Passes"]
@@ -27,14 +27,10 @@ _LARGE_BYTES = 1 << 16
 class Passes:
     """Listens to a module. `completes_step` tells of a pass that begins whether its gradients are summed over the ranks."""
 
-    def __init__(
-        self, module: nn.Module, schedule: Schedule, watch: Watch, completes_step: Callable[[], bool], *, lazy: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, schedule: Schedule, watch: Watch, completes_step: Callable[[], bool]) -> None:
         self.schedule, self.watch, self.completes_step = schedule, watch, completes_step
         # Units whose weights are absent at times.
-        self.coming_and_going = {
-            name for name, unit in schedule.units.items() if unit.placement.param.split or (lazy and unit.placement.optim.split)
-        }
+        self.coming_and_going = {name for name, unit in schedule.units.items() if unit.placement.param.split or unit.lazy}
         self.summed = False  # no gradient of this step waits to be summed over the ranks
         self.away: NaughtError | None = None  # why the weights cannot be had now, where they cannot
         self.recording = ExitStack()  # holds a scout while a forward is recorded
@@ -190,7 +186,7 @@ class Passes:
             unit.collect()
 
     def amiss(self) -> UsageError | None:
-        """What users may have done to parameters that makes a step wrong."""
+        """What users may have done to parameters that makes a step wrong, as far as no device has to be asked."""
         for holder, short, member in self.places:
             if holder.get(short) is not member:
                 what = "parameter" if isinstance(member, nn.Parameter) else "module"
@@ -198,7 +194,7 @@ class Passes:
                     f'the {what} "{short}" of a module was replaced after the engine was made, and the new one is not trained',
                     fix="replace it before naught.initialize; load_state_dict needs assign=False",
                 )
-        return tampered(list(self.schedule.units.values()))
+        return misused(list(self.schedule.units.values()))
 
     def abort(self) -> None:
         """Forget the pass that an exception has ended, and with it its step: part of a sum is no gradient."""
@@ -222,6 +218,9 @@ class Passes:
             unit.fetch()
             for segment in unit.segments:
                 segment.close()
+        for host in {segment.home.host for unit in self.schedule.units.values() for segment in unit.segments}:
+            if host is not None:
+                host.worker.stop()
         self.hooks.remove()
         claimed.drop(self.homes)
         self.homes.clear()

@@ -68,6 +68,11 @@ class Placement:
                     fix=f"split the {kind} state, or keep it on the device",
                 )
 
+    @property
+    def sums_leave(self) -> bool:
+        """Whether a sum of gradients leaves its flat at once, for where it rests or for where it is used."""
+        return self.grad.split or self.optim.tier is not Tier.DEVICE
+
     def of(self, kind: Kind) -> Place:
         return {Kind.PARAM: self.param, Kind.GRAD: self.grad, Kind.OPTIM: self.optim}[kind]
 

@@ -3,15 +3,18 @@ plans and adds up sizes; allocates nothing."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from naught.accumulation import Accumulation
 from naught.holding import Buffer, simulate
 from naught.optimizer import Optimizer
+from naught.placement import Tier
 from naught.schedule import Schedule
+from naught.segment import Segment
+from naught.shelves import HOST
 from naught.shortage import Whole
 from naught.steps import Moment, Pass, Placements, Sizes, Step
-from naught.unit import Segment
 
 __all__ = ["at_rest", "is_recomputing", "planned_of", "planned_peaks", "whole_units"]
 
@@ -42,13 +45,23 @@ def planned_peaks(walks: Iterable[Sequence[Step]], placements: Placements, sizes
 
 def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
     """Bytes of weights, masters and states between steps, also of states that the first step has still to make."""
-    rest = dict.fromkeys(("weights", "masters", "states"), 0)
-    for segment in (segment for unit in schedule.units.values() for segment in unit.segments):
-        weights, states = segment.weights, segment.states
-        rest["weights"] += weights.shard.nbytes if weights.split else weights.flat.nbytes
-        rest["masters"] += 0 if states.masters is None else states.masters.nbytes
-        rest["states"] += _WIDE * states.owned.numel * _moments(segment, optimizer)
-    return rest
+    rest = Counter(dict.fromkeys(("weights", "masters", "states"), 0))
+    hosts = set()
+    for unit in schedule.units.values():
+        for segment in unit.segments:
+            weights, states = segment.weights, segment.states
+            updates = HOST if segment.remote else ""
+            if weights.split:
+                rest[("" if unit.placement.param.tier is Tier.DEVICE else HOST) + "weights"] += weights.shard_bytes
+            else:
+                rest["weights"] += weights.flat.nbytes
+            rest[updates + "masters"] += 0 if states.masters is None else states.masters.nbytes
+            rest[updates + "states"] += _WIDE * states.owned.numel * _moments(segment, optimizer)
+            if segment.remote:
+                rest[HOST + "gradients"] += segment.grads.owned_bytes
+            hosts |= {segment.home.host} - {None}
+    rest[Buffer.STAGING.value] = sum(host.ferry.nbytes for host in hosts if host is not None)
+    return dict(rest)
 
 
 def whole_units(schedule: Schedule, optimizer: Optimizer | None) -> list[Whole]:

@@ -41,7 +41,8 @@ class Program:
     """The legs of a plan, in order. What comes after a backward is the update's business, not a pass's."""
 
     def __init__(self, plan: Plan, units: Mapping[str, Unit]) -> None:
-        self.steps = tuple(step for step in plan.steps if step.verb not in (Verb.NORM, Verb.UPDATE))
+        end = next((at for at, step in enumerate(plan.steps) if step.verb is Verb.NORM), len(plan.steps))
+        self.steps = plan.steps[:end]
         self.legs: list[Leg] = []
         begun: list[Step] = []
         for step in self.steps:

@@ -30,6 +30,7 @@ class Rule(Protocol):
     its own of every parameter takes them up one by one, `apart`; else neighbours make one part."""
 
     apart: bool
+    defers: bool  # an update on the host may go on when step() has returned: only hyperparameters tell it what to do
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         """What the rule remembers, and the number that it starts from."""
@@ -42,6 +43,7 @@ class Adam:
     hyperparameter says which; configurations and torch have different names for it."""
 
     apart = False
+    defers = True
 
     def __init__(self, decoupled: str = "adam_w_mode") -> None:
         self.decoupled = decoupled
@@ -77,6 +79,7 @@ class Sgd:
     """Gradient descent with momentum, as torch.optim.SGD computes it."""
 
     apart = False
+    defers = True
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         return {"momentum_buffer": 0.0} if hyper["momentum"] else {}
@@ -98,6 +101,7 @@ class Lion:
     """The sign of an interpolation between moment and gradient, with decoupled decay."""
 
     apart = False
+    defers = True
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         del hyper
@@ -116,6 +120,7 @@ class Adagrad:
     """Descent scaled by the root of the sum of squares, as torch.optim.Adagrad computes it."""
 
     apart = False
+    defers = True
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         return {"sum": hyper["initial_accumulator_value"]}

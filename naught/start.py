@@ -15,7 +15,7 @@ from naught import comm
 from naught.accelerator import get_accelerator
 from naught.accumulation import Accumulation
 from naught.agreement import agree, facts_of
-from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
+from naught.build import Surroundings, budgets_of, build_units, host_side, limits_of, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
 from naught.comm import Group, Ledger, Mean
 from naught.comm.launch import find_seat
@@ -128,11 +128,12 @@ def _listen(
 ) -> Passes:
     """Move the model into flats, and listen to it."""
     precision = precision_of(settings, accumulation.steps)
-    around = Surroundings(group, watch.device, watch.meter, accumulation.share)
+    host = host_side(settings, watch.device, watch.meter)
+    around = Surroundings(group, watch.device, watch.meter, accumulation.share, host)
     units = build_units(model, settings, precision, membership, around)
     schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
     keep_freed_pages(watch.device)
-    return Passes(model, schedule, watch, accumulation.sums_over_ranks, lazy=settings.naught.lazy_weights)
+    return Passes(model, schedule, watch, accumulation.sums_over_ranks)
 
 
 def _source(args: Any, *given: Source | None) -> Source:

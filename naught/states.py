@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from naught.comm import Group
-from naught.flat import Meter
 from naught.layout import Layout, Span, intersect
 from naught.rules import Hyper, Part, Rule
+from naught.shelves import Shelf
 
 __all__ = ["States", "Updating"]
 
@@ -34,13 +34,13 @@ class _Alike(NamedTuple):
 
 
 class States:
-    """Moments of the part of a flat that this rank updates, made when they are first needed. `groups` says which parameter
-    group each slot belongs to."""
+    """Moments of the part of a flat that this rank updates, made on a shelf when they are first needed. `groups` says which
+    parameter group each slot belongs to."""
 
-    def __init__(self, layout: Layout, owned: Span, groups: Sequence[int], meter: Meter) -> None:
-        self.layout, self.owned, self.groups, self.meter = layout, owned, list(groups), meter
+    def __init__(self, layout: Layout, owned: Span, groups: Sequence[int], shelf: Shelf) -> None:
+        self.layout, self.owned, self.groups, self.shelf = layout, owned, list(groups), shelf
         self.moments: dict[str, Tensor] = {}
-        self.masters: Tensor | None = None  # None: the weights themselves have 32 bits
+        self.masters: Tensor | None = None  # None: the weights themselves have 32 bits, and rest where they are updated
         self.steps = [0] * len(layout.slots)
         self.numbers: list[dict[str, Any]] = [{} for _ in layout.slots]  # what a rule keeps of whole parameters
 
@@ -50,25 +50,26 @@ class States:
         for slot, weight in zip(self.layout.slots, weights, strict=True):
             whole[slot.span.start : slot.span.stop].copy_(weight.reshape(-1))
         group.spread(whole)
-        self.masters = whole[self.owned.start : self.owned.stop].clone()
-        self.meter.change("masters", self.masters.nbytes)
+        self.masters = self.shelf.take(self.owned.numel, torch.float32, "masters", travels=True)
+        self.masters.copy_(whole[self.owned.start : self.owned.stop])
 
     def follow(self, weights: Tensor) -> None:
         """Somebody has written to the weights: where they are not what the masters round to, the masters are theirs."""
         if self.masters is not None:
+            weights = weights.to(self.masters.device)
             theirs = weights != self.masters.to(weights.dtype)
             self.masters[theirs] = weights[theirs].float()
 
     def forget(self, names: Iterable[str]) -> None:
         """Let go of some moments."""
         for name in names:
-            self.meter.change("states", -self.moments.pop(name).nbytes)
+            self.shelf.give_back(self.moments.pop(name), "states")
 
     def let_go(self) -> None:
         self.forget(list(self.moments))
         self.numbers = [{} for _ in self.numbers]
         if self.masters is not None:
-            self.meter.change("masters", -self.masters.nbytes)
+            self.shelf.give_back(self.masters, "masters")
             self.masters = None
 
     def part_of(self, index: int) -> Span:
@@ -77,25 +78,24 @@ class States:
         return Span(common.start - self.owned.start, common.stop - self.owned.start)
 
     def due(self, how: Updating, weights: Tensor, grads: Tensor, used: Sequence[bool]) -> Iterator[Part]:
-        """What an update of the used slots works on. Counts the update."""
-        self.prepare(how, weights)
-        target = weights if self.masters is None else self.masters
+        """What an update of the used slots works on: 32-bit weights that this rank updates, and their gradients. Counts the
+        update."""
+        self.prepare(how)
         for span, first, step, group in self._runs(used, apart=how.rule.apart):
             stride = span.numel if how.rule.apart else how.most_numel
             for start in range(span.start, span.stop, stride):
                 stop = min(start + stride, span.stop)
                 moments = {name: moment[start:stop] for name, moment in self.moments.items()}
-                yield Part(target[start:stop], grads[start:stop], moments, self.numbers[first], step, group)
+                yield Part(weights[start:stop], grads[start:stop], moments, self.numbers[first], step, group)
         self.steps = [step + was_used for step, was_used in zip(self.steps, used, strict=True)]
 
-    def prepare(self, how: Updating, weights: Tensor) -> None:
+    def prepare(self, how: Updating) -> None:
         """Make the moments that the rule wants and are not there: also later, when a hyperparameter asks for one more."""
         wanted = {group: how.rule.states(how.hypers[group]) for group in dict.fromkeys(self.groups)}
         for name in dict.fromkeys(name for initial in wanted.values() for name in initial):
             if name in self.moments:
                 continue
-            moment = self.moments[name] = torch.zeros_like(weights, dtype=torch.float32)
-            self.meter.change("states", moment.nbytes)
+            moment = self.moments[name] = self.shelf.take(self.owned.numel, torch.float32, "states")
             for index, group in enumerate(self.groups):
                 if wanted[group].get(name):
                     moment[slice(*self.part_of(index))] = wanted[group][name]

@@ -61,8 +61,11 @@ class Stepping:
         self.optimizer.will_step()
         schedule, scale, amiss = self.passes.schedule, self.scale.value, self.passes.amiss()
         units = list(schedule.units.values())
-        how = Updating(self.optimizer.rule, self.optimizer.param_groups, self.limits.part_numel)
+        rule, hypers = self.optimizer.rule, self.optimizer.param_groups
+        how = Updating(rule, [dict(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
         self.norm = update(units, schedule.group, how, self.limits, scale=scale, amiss=amiss)
+        for segment in (segment for unit in units for segment in unit.trained if not rule.defers):
+            segment.wait()
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
         if self.applied:

@@ -5,95 +5,24 @@ A unit knows what it holds; it does not know when anything should happen. That i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
-
-from naught.comm import Group, Pending
-from naught.flat import Meter
-from naught.gradients import Gradients, GradTypes
-from naught.layout import Layout, Span
+from naught.comm import Pending
 from naught.placement import Placement
-from naught.rules import Part
-from naught.states import States, Updating
+from naught.segment import Segment
 from naught.steps import UnitBytes
-from naught.weights import Weights
 
-__all__ = ["Home", "Segment", "Types", "Unit"]
-
-
-class Types(NamedTuple):
-    """The types of a segment's weights and gradients."""
-
-    weights: torch.dtype
-    grads: GradTypes
-
-
-class Home(NamedTuple):
-    """Where a segment lives: its placement, the ranks that share it, their device, who counts its bytes, and what share
-    of its step a gradient is."""
-
-    placement: Placement
-    group: Group
-    device: torch.device
-    meter: Meter
-    share: Callable[[], float]
-
-
-class Segment:
-    """One flat's worth of parameters that share dtype and trainability: their weights, gradients and states. `groups`
-    tells the parameter group of each; there are none where nothing is trained."""
-
-    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, groups: Sequence[int], types: Types, home: Home) -> None:
-        placement, group, device, meter, share = home
-        self.layout, self.trained = layout, bool(groups)
-        self.frozen = [not param.requires_grad for param in params]  # when the engine was made
-        # Whole numbers have no NaN to read as while they are away, and are few: they stay.
-        split = placement.param.split and types.weights.is_floating_point
-        # Every rank has all of what is written: it updates all, or nobody updates any.
-        self.everywhere = not placement.optim.split or not (self.trained or split)
-        owned = Span(0, layout.numel) if self.everywhere else layout.shard(group.rank)
-        self.states = States(layout, owned, groups, meter)
-        if self.trained and types.weights != torch.float32:
-            self.states.keep_masters([param.data for param in params], group, device)
-        self.weights = Weights(params, layout, types.weights, group, meter, device=device, split=split)
-        self.grads = Gradients(params, layout, types.grads, placement, group, meter, share)
-
-    @property
-    def target(self) -> Tensor:
-        """The weights that this rank updates."""
-        return self.weights.flat.tensor if self.everywhere else self.weights.shard
-
-    def due(self, how: Updating, used: Sequence[bool]) -> Iterator[Part]:
-        """What an update works on, on this rank; nothing if no rank used any of it."""
-        total = self.grads.sum()
-        if total is not None and any(used):
-            yield from self.states.due(how, self.target, total, used)
-
-    def written(self) -> None:
-        """The rule has been applied: what modules compute with follows the masters."""
-        if self.states.masters is not None:
-            self.target.copy_(self.states.masters)
-
-    def take_back(self) -> None:
-        """The user has had the parameters: keep what was written."""
-        self.weights.take_back()
-        self.states.follow(self.target)
-
-    def close(self) -> None:
-        """Give the parameters whole weights of their own and let go of everything."""
-        self.weights.hand_over()
-        self.grads.drop()
-        self.states.let_go()
+__all__ = ["Unit"]
 
 
 class Unit:
-    """A block's segments, and whether its weights can be used."""
+    """A block's segments, and whether its weights can be used. New weights of a lazy one are gathered where they are used, and
+    not before."""
 
-    def __init__(self, name: str, segments: Sequence[Segment], placement: Placement) -> None:
+    def __init__(self, name: str, segments: Sequence[Segment], placement: Placement, *, lazy: bool) -> None:
         self.name, self.segments, self.placement = name, list(segments), placement
+        self.lazy = lazy and placement.optim.split and not placement.param.split
+        self.remote = any(segment.remote for segment in self.segments)  # updated on the host
         self.trained = [segment for segment in self.segments if segment.trained]
         # What a gather brings: everything that is split, and of whole weights those that updates change.
         self.absentees = (
@@ -110,7 +39,7 @@ class Unit:
         grads = sum(segment.grads.flat.nbytes for segment in self.trained)
         return UnitBytes(
             weights=weights,
-            weight_shard=sum(segment.weights.shard.nbytes for segment in self.segments),
+            weight_shard=sum(segment.weights.shard_bytes for segment in self.segments),
             grads=grads,
             grad_shard=sum(segment.grads.owned_bytes for segment in self.trained),
             state_shard=0,  # states rest on the device, where no plan moves them
@@ -121,14 +50,14 @@ class Unit:
     def gather(self) -> None:
         """Start to make the weights whole, if they are not."""
         if not self.present and not self.pending:
-            self.pending = [segment.weights.start_gather(self.name) for segment in self.absentees]
+            self.pending = [segment.start_gather(self.name) for segment in self.absentees]
 
     def join(self) -> None:
         """Take part in a gather that another rank needs, also if this one has the weights."""
         if self.present or self.pending:
             self.ready()
             for segment in self.absentees:
-                segment.weights.start_gather(self.name).wait()
+                segment.start_gather(self.name).wait()
         else:
             self.fetch()
 

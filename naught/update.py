@@ -1,27 +1,31 @@
-"""Update: one step of training once all gradients are reduced. One exchange decides for all ranks."""
+"""Update: one step of training once all gradients are reduced. One exchange decides for all ranks, and the host waits for its
+device once."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from naught.comm import Group
 from naught.errors import UsageError
-from naught.husks import check_husks
+from naught.husks import Husks, check_husks, untouched
 from naught.rules import Part
+from naught.segment import Segment
+from naught.squares import in_order
+from naught.stash import HostSum
 from naught.states import Updating
-from naught.unit import Segment, Unit
+from naught.unit import Unit
 
-__all__ = ["Norm", "UpdateLimits", "tampered", "update"]
+__all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 
-_BLOCK_NUMEL = 1 << 16  # of a sum of squares
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
+_DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
+_HOST_NUMEL = 1 << 20  # that are updated at a time on the host: what is widened stays in its caches
 
 
 class Norm(NamedTuple):
@@ -38,13 +42,12 @@ class Norm(NamedTuple):
 @dataclass(frozen=True)
 class UpdateLimits:
     """How an update goes about it. `part_numel` elements are updated at a time, and new weights
-    of `flight_bytes` are under way at a time. Lazy ones are gathered where they are used next."""
+    of `flight_bytes` are under way at a time."""
 
     clip: float
     skips: bool  # a step whose norm is not finite
     part_numel: int
     flight_bytes: int
-    lazy: bool
 
 
 def update(
@@ -57,20 +60,23 @@ def update(
     amiss: UsageError | None,
 ) -> Norm:
     """Undo the scale of the loss, clip, and apply the rule to what this rank owns. If the norm is not finite, or something
-    is amiss on any rank, nothing changes on any.
+    is amiss on any rank, nothing changes on any. What rests on the host may still be updated there when this returns.
 
     The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
     no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
     used = [flag for segment in trained for flag in segment.grads.used]
-    rows = group.exchange(torch.tensor([amiss is not None, _square_sum(trained, group.rank), *used], dtype=torch.float64))
+    fault, squares = _look(trained, _husks(units))
+    amiss = amiss or fault
+    rows = group.exchange(torch.tensor([amiss is not None, squares, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
         group.raise_together(amiss)
     norm = Norm(_root(rows[:, 1].tolist()) / scale)
     if norm.finite or not limits.skips:
         anywhere = iter((rows[:, 2:].amax(0) > 0).tolist())
-        _apply(units, how, anywhere, limits, coefficient=_coefficient(norm.total, limits.clip) / scale)
+        flags = {segment: [next(anywhere) for _ in segment.grads.used] for segment in trained}
+        _apply(units, how, flags, limits, coefficient=_coefficient(norm.total, limits.clip) / scale)
     else:
         norm = norm._replace(culprit=_culprit(trained))
     return norm
@@ -78,12 +84,20 @@ def update(
 
 def tampered(units: Sequence[Unit]) -> UsageError | None:
     """What users may have done to parameters that makes a step wrong."""
-    segments = [segment for unit in units for segment in unit.segments]
     try:
-        check_husks(segment.weights.husks for segment in segments if not segment.weights.bound)
+        check_husks(_husks(units))
     except UsageError as error:
         return error
-    for segment in segments:
+    return misused(units)
+
+
+def _husks(units: Sequence[Unit]) -> list[Husks]:
+    return [segment.weights.husks for unit in units for segment in unit.segments if not segment.weights.bound]
+
+
+def misused(units: Sequence[Unit]) -> UsageError | None:
+    """The same, as far as no device has to be asked."""
+    for segment in (segment for unit in units for segment in unit.segments):
         amiss = segment.weights.guard.tell()
         if amiss is not None:
             return amiss
@@ -96,18 +110,20 @@ def tampered(units: Sequence[Unit]) -> UsageError | None:
     return None
 
 
-def _square_sum(trained: Sequence[Segment], rank: int) -> float:
-    """The sum of squares of this rank's slices, in double precision and in fixed blocks: the same at every stage."""
-    blocks: list[Tensor] = []
-    for segment in trained:
-        total = segment.grads.sum()
-        if total is not None:
-            mine = total[slice(*segment.layout.shard(rank))] if segment.everywhere else total
-            blocks += torch.split(mine, _BLOCK_NUMEL) if mine.numel() > _BLOCK_NUMEL else [mine]
-    if not blocks:
-        return 0.0
-    norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float64))
-    return _in_order((norms * norms).tolist())
+def _look(trained: Sequence[Segment], husks: Sequence[Husks]) -> tuple[UsageError | None, float]:
+    """Whether a husk was written to, and the sum of squares of this rank's slices: the same at every stage and on every tier.
+    This is where the host waits for its device."""
+    found = [squares for segment in trained if (squares := segment.grads.squares()) is not None]
+    if husks:
+        found.append(untouched(husks).double().reshape(1))
+    numbers: list[float] = torch.cat(found).tolist() if found else []
+    fault = None
+    if husks and not numbers.pop():
+        try:
+            check_husks(husks)
+        except UsageError as error:
+            fault = error
+    return fault, in_order(numbers)
 
 
 def _culprit(trained: Sequence[Segment]) -> str | None:
@@ -126,16 +142,8 @@ def _culprit(trained: Sequence[Segment]) -> str | None:
 
 def _root(squares: list[float]) -> float:
     """Ranks added in their order."""
-    total = _in_order(squares)
+    total = in_order(squares)
     return math.sqrt(total) if math.isfinite(total) else math.nan
-
-
-def _in_order(numbers: list[float]) -> float:
-    """A sum from the first to the last; the built-in one compensates rounding in some versions of Python."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
 
 
 def _coefficient(norm: float, clip: float) -> float:
@@ -143,34 +151,85 @@ def _coefficient(norm: float, clip: float) -> float:
     return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
-def _apply(units: Sequence[Unit], how: Updating, used: Iterator[bool], limits: UpdateLimits, *, coefficient: float) -> None:
-    """Update what this rank owns, a batch of units in each call of the rule; new weights travel beside the next batch."""
+Flags = dict[Segment, list[bool]]
+
+
+def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimits, *, coefficient: float) -> None:
+    """Update what this rank owns. On the host that goes on beside everything else, a unit at a time in the order in which the
+    next forward needs them. On the device a batch of units is in each call of the rule, and new weights travel beside the
+    next batch."""
+    due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
+    units = [unit for unit in units if any(segment in due for segment in unit.trained)]
     courier = _Courier(limits)
-    for batch in _batches(units):
-        parts: list[Part] = []
-        changed: list[Unit] = []
-        for unit in batch:
-            for segment in unit.trained:
-                flags = [next(used) for _ in segment.grads.used]
-                if any(flags) and segment.grads.sum() is not None:
-                    parts += segment.due(how, flags)
-                    if unit not in changed:
-                        changed.append(unit)
-        parts = [part._replace(grads=part.grads.float()) for part in parts]  # as they are, if they have 32 bits
-        if coefficient != 1.0 and parts:
-            torch._foreach_mul_([part.grads for part in parts], coefficient)
-        for group, hyper in enumerate(how.hypers):
-            members = [part for part in parts if part.group == group]
-            if members:
-                how.rule.update(members, hyper)
-        for segment in (segment for unit in changed for segment in unit.trained):
+    remote = [unit for unit in units if unit.remote]
+    for segment in (segment for unit in remote for segment in unit.trained if segment in due):
+        segment.update_beside(_work(segment, how, due[segment], coefficient))
+    _tell_autograd(remote)
+    courier.send(remote)
+    on_device = how._replace(most_numel=min(how.most_numel, _DEVICE_NUMEL))
+    for changed in _batches([unit for unit in units if not unit.remote]):
+        segments = [segment for unit in changed for segment in unit.trained if segment in due]
+        parts = (part for segment in segments for part in segment.due(on_device, due[segment]))
+        for bundle in _bundles(parts):
+            _take(bundle, how, coefficient)
+        for segment in segments:
             segment.written()
-        # Writing a flat does not bump the version counters by which autograd notices a change behind its back.
-        torch.autograd.graph.increment_version(
-            [param for unit in changed for segment in unit.trained for param in segment.weights.params]
-        )
+        _tell_autograd(changed)
         courier.send(changed)
     courier.arrive()
+
+
+def _work(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> Callable[[], None]:
+    """What updates a segment on the host, in whichever thread."""
+    stash, masters, host = segment.grads.owned, segment.kept.masters, segment.home.host
+    assert isinstance(stash, HostSum)
+    assert stash.sent is not None
+    assert masters is not None
+    assert host is not None
+    arrived, home = stash.sent.arrived, stash.home
+    how = how._replace(most_numel=min(how.most_numel, _HOST_NUMEL))
+
+    def work() -> None:
+        arrived.wait()
+        for part in segment.kept.due(how, masters, home, used):
+            wide = part.grads
+            if wide.dtype != torch.float32:
+                wide = host.worker.scratch(wide.numel()).copy_(wide)
+            _take([part._replace(grads=wide)], how, coefficient)
+
+    return work
+
+
+def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    """As many as are widened at a time."""
+    bundle: list[Part] = []
+    numel = 0
+    for part in parts:
+        if bundle and numel + part.grads.numel() > _DEVICE_NUMEL:
+            yield bundle
+            bundle, numel = [], 0
+        bundle.append(part)
+        numel += part.grads.numel()
+    if bundle:
+        yield bundle
+
+
+def _take(parts: Sequence[Part], how: Updating, coefficient: float) -> None:
+    """Apply the rule, each group's with its own hyperparameters."""
+    parts = [part._replace(grads=part.grads.float()) for part in parts]  # as they are, if they have 32 bits
+    if coefficient != 1.0:
+        torch._foreach_mul_([part.grads for part in parts], coefficient)
+    for group, hyper in enumerate(how.hypers):
+        members = [part for part in parts if part.group == group]
+        if members:
+            how.rule.update(members, hyper)
+
+
+def _tell_autograd(units: Sequence[Unit]) -> None:
+    """Writing a flat does not bump the version counters by which autograd notices a change behind its back."""
+    torch.autograd.graph.increment_version(
+        [param for unit in units for segment in unit.trained for param in segment.weights.params]
+    )
 
 
 def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
@@ -187,7 +246,8 @@ def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 
 class _Courier:
-    """Brings new weights of whole flats from their owners to everybody, within a limit of bytes under way."""
+    """Brings new weights of whole flats from their owners to everybody, within a limit of bytes under way; lazy units are
+    gathered where they are used next."""
 
     def __init__(self, limits: UpdateLimits) -> None:
         self.limits = limits
@@ -196,8 +256,8 @@ class _Courier:
 
     def send(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            unit.outdate(hide=self.limits.lazy)
-            if unit.present or self.limits.lazy or unit.placement.param.split:
+            unit.outdate(hide=unit.lazy)
+            if unit.present or unit.lazy or unit.placement.param.split:
                 continue
             while self.under_way and self.nbytes + unit.gathered_bytes > self.limits.flight_bytes:
                 self._arrive()

@@ -11,12 +11,17 @@ import torch
 from naught.comm import Ledger
 from naught.devices import Mark, allocated_bytes, mark, peak_bytes, room_on
 from naught.flat import Meter
+from naught.shelves import HOST
 from naught.shortage import Held
 
 __all__ = ["Watch"]
 
-_HOST = ("snapshots", "away")  # what the meter counts of host memory, on whatever device training is
+_HOST = ("snapshots", "away")  # of host memory, beside what rests there
 _UNREAD = 64  # marks that may wait to be read: reading one waits for the device
+
+
+def _is_host(category: str) -> bool:
+    return category in _HOST or category.startswith(HOST)
 
 
 def _uncounted() -> None:
@@ -58,7 +63,7 @@ class Watch:
 
     def held(self) -> Held:
         """What this process holds on the device now, in training."""
-        on_device = {name: nbytes for name, nbytes in self.meter.live.items() if self.device.type == "cpu" or name not in _HOST}
+        on_device = {name: nbytes for name, nbytes in self.meter.live.items() if self.device.type == "cpu" or not _is_host(name)}
         allocated = allocated_bytes(self.device)
         if allocated is None or self.base is None:
             return Held(on_device, None, room_on(self.device))

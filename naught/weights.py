@@ -7,20 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from naught.comm import Group, Pending
+from naught.comm import Group
 from naught.errors import UsageError
 from naught.flat import Flat, Meter
 from naught.guard import Guard
 from naught.holding import Buffer
 from naught.husks import Husks
 from naught.layout import Layout
+from naught.shelves import Shelf
 
 __all__ = ["Weights"]
 
 
 class Weights:
     """Parameters as views of one flat, and this rank's slice of it. While they are absent, parameters are husks; only split
-    weights give their memory back meanwhile."""
+    weights give their memory back meanwhile. Those have a shard of their own on a shelf, unless there is none for it: then
+    somebody else can tell what the slice is."""
 
     def __init__(
         self,
@@ -32,22 +34,29 @@ class Weights:
         *,
         device: torch.device,
         split: bool,
+        shelf: Shelf | None,
     ) -> None:
-        self.params, self.layout, self.group, self.split = list(params), layout, group, split
+        self.params, self.layout, self.group, self.split, self.shelf = list(params), layout, group, split, shelf
         self.flat = Flat(layout, dtype, device, category=Buffer.GATHERED if split else "weights", meter=meter)
-        self.shard = self.flat.slices[group.rank]
+        self.shard: Tensor | None = self.flat.slices[group.rank]
         self.bound = False  # the parameters are views of the flat
         self.husks = Husks(layout, dtype, device)
         self.guard = Guard(self.params, layout)
         self._adopt()
         if split:
-            self.shard = self.shard.clone()
-            meter.change("weights", self.shard.nbytes)
+            mine, self.shard = self.shard, None
+            if shelf is not None:
+                self.shard = shelf.take(mine.numel(), dtype, "weights", travels=True).copy_(mine)
             self.release()
 
     @property
     def device(self) -> torch.device:
         return self.flat.tensor.device
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of this rank's slice, wherever it rests."""
+        return 0 if self.shard is None else self.shard.nbytes
 
     def _adopt(self) -> None:
         """Move the parameters into the flat, as rank 0 has them, and make them views of it."""
@@ -58,11 +67,10 @@ class Weights:
         self.group.spread(self.flat.tensor)
         self.bind()
 
-    def start_gather(self, unit: str) -> Pending:
-        if self.split:
-            self.flat.alloc()
-            self.flat.slices[self.group.rank].copy_(self.shard)
-        return self.group.gather(self.flat.tensor, self.flat.slices, unit)
+    def open(self) -> Tensor:
+        """This rank's slice of the flat, which has its memory from here on."""
+        self.flat.alloc()
+        return self.flat.slices[self.group.rank]
 
     def bind(self) -> None:
         """Let the parameters be views of the flat."""
@@ -100,8 +108,9 @@ class Weights:
             if whole.data_ptr() != param.data_ptr():
                 param.data.copy_(whole)
 
-    def take_back(self) -> None:
-        """Keep what was written, as far as it is this rank's, also where parameters were given other data."""
+    def take_back(self, mine: Tensor) -> None:
+        """Keep what was written, as far as it is this rank's, also where parameters were given other data. Split weights are
+        written to what the caller has as this rank's slice."""
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             if param.shape != slot.shape:
                 raise UsageError(
@@ -120,16 +129,16 @@ class Weights:
             copies = {slot.name: param.data.reshape(-1) for slot, param in zip(self.layout.slots, self.params, strict=True)}
             for slot, span in self.layout.owned(self.group.rank):
                 part = copies[slot.name][span.start - slot.span.start : span.stop - slot.span.start]
-                self.shard[span.start - shard.start : span.stop - shard.start].copy_(part)
+                mine[span.start - shard.start : span.stop - shard.start].copy_(part)
             self.release()
 
     def hand_over(self) -> None:
         """Give the parameters gathered weights of their own for good."""
         self._point_to([view.clone() for view in self.flat.slots])
         self.flat.free()
-        if self.split:
-            self.flat.meter.change("weights", -self.shard.nbytes)
-            self.shard = self.shard[:0].clone()
+        if self.split and self.shard is not None and self.shelf is not None:
+            self.shelf.give_back(self.shard, "weights")
+        self.shard = None
 
     def _point_to(self, tensors: Sequence[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

@@ -18,10 +18,10 @@ from workers import run_script
 
 from naught import utils
 from naught.checkpoints import RealDisk, Store
-from naught.devices import HostCopies
 from naught.errors import NaughtError, StorageError
 from naught.saves import background, snapshot
 from naught.saves.snapshot import Snapshot
+from naught.streams import HostCopies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,19 @@ from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
 from naught.errors import ScheduleError, UsageError
 from naught.layout import ALIGN_NUMEL
 
-__all__ = ["SAME_ORDER", "Group", "Mean"]
+__all__ = ["SAME_ORDER", "Group", "Mean", "Waits"]
 
 
 SAME_ORDER = "all ranks must run the same modules in the same order; a module that some ranks skip is fine"
 
 # Groups share one store, and every rank makes its groups in the same order: their number keeps their keys apart.
 _NUMBERS = itertools.count()
+
+
+class Waits(Protocol):
+    """Something under way that the device's order can wait for."""
+
+    def wait(self) -> None: ...
 
 
 class Mean(NamedTuple):
@@ -60,9 +66,13 @@ class Group(Together):
         """Whether ranks can still talk: a script may have shut torch.distributed down."""
         return self.size == 1 or dist.is_initialized()
 
-    def gather(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
-        """Fill a flat in which every rank has put its own slice."""
+    def gather(self, flat: Tensor, slices: Sequence[Tensor], unit: str, own: Waits | None = None) -> Pending:
+        """Fill a flat in which every rank has put its own slice, or will have once it has waited for its own."""
         call = self.ledger.add("all-gather", unit, (self.size - 1) * slices[self.rank].nbytes)
+        if own is not None and self.size == 1:
+            return Pending(then=own.wait)
+        if own is not None:
+            own.wait()
         with self._inside(call):
             under_way = self.wire.gather(flat, slices)
         return self._timed(call, under_way)

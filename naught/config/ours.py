@@ -36,9 +36,12 @@ class Naught(Block):
         Flag, Key("sum gradients over the ranks after every micro-batch, at every stage: then all stages round alike")
     ] = False
     lazy_weights: Annotated[
-        Flag,
-        Key("stages 1 and 2 gather new weights where the next forward uses them, not in step(); they read as NaN until then"),
-    ] = False
+        Flag | None,
+        Key(
+            "stages 1 and 2 gather new weights where the next forward uses them, not in step(); they read as NaN until then",
+            "where the optimizer rests on the host, so that its update is hidden",
+        ),
+    ] = None
     async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
     keep_last: Annotated[
         Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")

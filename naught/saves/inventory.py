@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from naught.answers import Answers
 from naught.checkpoints import Piece
 from naught.errors import CheckpointError
-from naught.unit import Segment
+from naught.segment import Segment
 
 __all__ = [
     "DTYPES_BY_NAME",
@@ -78,8 +78,7 @@ def stretches(engine: Answers, *, share: bool, frozen: bool = True) -> Iterator[
                 if start < stop:
                     first = start - slot.span.start
                     pieces.append(Piece(param=slot.name, first=first, count=stop - start, at=start - owned.start))
-            masters = segment.target if segment.states.masters is None else segment.states.masters
-            for kind, tensor in {WEIGHTS: masters, **segment.states.moments}.items():
+            for kind, tensor in {WEIGHTS: segment.exact, **segment.states.moments}.items():
                 yield Stretch(kind, segment, tensor[begin : begin + owned.numel], tuple(pieces))
 
 

@@ -20,8 +20,8 @@ from naught.saves.memory import Memory, recall, recall_rates, refuse_other_rates
 from naught.saves.numbers import number_of
 from naught.saves.own_states import OWN, RANDOM, buffer_shapes, own_tensors, put_own
 from naught.saves.places import Places, tensor_of, unusable_on_error, weights_written
+from naught.segment import Segment
 from naught.states import States, Updating
-from naught.unit import Segment
 
 __all__ = ["Wanted", "load"]
 
@@ -125,7 +125,7 @@ class _Reading:
                 known = (self.manifest.params.get(slot.name) for slot in segment.layout.slots)
                 if any(param is not None and param.updates for param in known):
                     before = set(segment.states.moments)
-                    segment.states.prepare(how, segment.target)
+                    segment.states.prepare(how)
                     self.made.append((segment.states, set(segment.states.moments) - before))
 
     def _refuse_other_states(self, theirs: set[str]) -> None:

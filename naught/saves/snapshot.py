@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from naught.devices import HostCopies, free_host_bytes
+from naught.devices import free_host_bytes
 from naught.errors import StorageError
 from naught.quantity import show_bytes
+from naught.streams import HostCopies
 
 __all__ = ["Kept", "Snapshot", "bytes_of", "refuse_too_large"]
 

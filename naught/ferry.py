@@ -1,0 +1,124 @@
+"""Ferry: between a device and its host, in lanes beside the device's own order and through staging of a constant size. What is
+cast is cast by the device, which has time for it; the host's processor has not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from naught.flat import Meter
+from naught.holding import Buffer
+from naught.squares import STRETCH_NUMEL, squares_of
+from naught.streams import Lane, Point, here
+
+__all__ = ["Arrival", "Ferry", "Sent"]
+
+_SLOTS = 3  # down: one that is filled, one that travels, one to spare
+
+
+class Sent(NamedTuple):
+    """A sum that is on its way to the host: its squares, by block, and when it is there."""
+
+    squares: Tensor
+    arrived: Point
+
+
+class _Slot:
+    """A piece of staging, and when it was last copied from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.room = torch.empty(STRETCH_NUMEL, dtype=torch.float32, device=device)
+        self.free = here(device)
+
+    def of(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.room.view(dtype)[:numel]
+
+
+class Ferry:
+    """Carries sums of gradients down and weights up."""
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        self.device, self.down, self.up = device, Lane(device), Lane(device)
+        self.apart = device.type != "cpu"  # else all memory is one, and nothing is staged
+        self.slots = [_Slot(device) for _ in range(_SLOTS if self.apart else 0)]
+        self.landing = _Slot(device) if self.apart else None  # for what comes up and is cast
+        self.lock = threading.Lock()  # around the landing
+        staged = [*self.slots, *([self.landing] if self.landing else [])]
+        self.nbytes = sum(slot.room.nbytes for slot in staged)
+        meter.change(Buffer.STAGING, self.nbytes)
+
+    def send(self, part: Tensor, home: Tensor, dtype: torch.dtype, *, onto: bool) -> Sent:
+        """Bring a sum to its home on the host, or add it to the one that is there. It is kept in one type and may rest in a
+        wider one. The part may be let go at once."""
+        squares = []
+        for piece, place in zip(_stretches(part), _stretches(home), strict=True):
+            total = piece.to(dtype)
+            if onto:
+                total = place.to(self.device, non_blocking=True).to(dtype).add_(piece)
+            squares.append(squares_of(total))
+            self._land(total, place)
+        found = torch.cat(squares) if squares else squares_of(part)
+        return Sent(found, self.down.point())
+
+    def _land(self, total: Tensor, place: Tensor) -> None:
+        if not self.apart:
+            place.copy_(total)
+            return
+        slot = self.slots.pop(0)
+        self.slots.append(slot)
+        slot.free.hold(self.device)
+        staged = slot.of(total.numel(), place.dtype).copy_(total)
+        self.down.follow(here(self.device))
+        with self.down.open():
+            place.copy_(staged, non_blocking=True)
+        slot.free = self.down.point()
+
+    def bring(self, source: Tensor, into: Tensor, after: Point) -> Point:
+        """Copy what rests on the host to the device, after a point of the device's order; any thread may ask."""
+        if not self.apart:
+            into.copy_(source)
+            return after
+        with self.lock, self.up.open():
+            self.up.follow(after)
+            if source.dtype == into.dtype:
+                into.copy_(source, non_blocking=True)
+            else:
+                assert self.landing is not None
+                for piece, place in zip(_stretches(source), _stretches(into), strict=True):
+                    landed = self.landing.of(piece.numel(), piece.dtype)
+                    place.copy_(landed.copy_(piece, non_blocking=True))  # in the order of one lane
+            return self.up.point()
+
+
+def _stretches(tensor: Tensor) -> Sequence[Tensor]:
+    return torch.split(tensor, STRETCH_NUMEL) if tensor.numel() else ()
+
+
+class Arrival:
+    """Weights that come up from the host, as soon as nobody updates them there any more."""
+
+    def __init__(self, ferry: Ferry, source: Tensor, into: Tensor, updated: Future[None] | None) -> None:
+        self.ferry, self.source, self.into = ferry, source, into
+        self.began = here(ferry.device)
+        self.set_out: Future[Point] = Future()
+        if updated is None:
+            self.set_out.set_result(ferry.bring(source, into, self.began))
+        else:
+            updated.add_done_callback(self._set_out)
+
+    def _set_out(self, updated: Future[None]) -> None:
+        """In whichever thread has updated them."""
+        try:
+            updated.result()
+            self.set_out.set_result(self.ferry.bring(self.source, self.into, self.began))
+        except BaseException as error:  # whoever waits is told
+            self.set_out.set_exception(error)
+
+    def wait(self) -> None:
+        """From here on the device finds them."""
+        self.set_out.result().hold(self.ferry.device)

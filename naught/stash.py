@@ -1,0 +1,55 @@
+"""Stash: a sum of gradients that rests on the host until it is used there."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from naught.ferry import Ferry, Sent
+from naught.shelves import Shelf
+from naught.squares import squares_of
+
+__all__ = ["HostSum"]
+
+
+class HostSum:
+    """Leaves the device as soon as it is there. Its squares are taken on the way, by the same kernel as those of a sum that
+    stays, so that the norm is the same."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, ferry: Ferry, shelf: Shelf) -> None:
+        self.dtype, self.ferry = dtype, ferry
+        self.home = shelf.take(numel, dtype, "gradients", travels=True)
+        self.sent: Sent | None = None  # None: there is no sum
+        self.reader: Future[None] | None = None  # an update that may still read what was here before
+
+    @property
+    def empty(self) -> bool:
+        return self.sent is None
+
+    @property
+    def value(self) -> Tensor | None:
+        if self.sent is None:
+            return None
+        self.sent.arrived.wait()
+        return self.home
+
+    def squares(self, part: slice | None) -> Tensor:
+        assert part is None, "whole sums do not leave the device"
+        assert self.sent is not None
+        return self.sent.squares
+
+    def add(self, part: Tensor) -> None:
+        if self.reader is not None:
+            self.reader.result()
+            self.reader = None
+        self.sent = self.ferry.send(part, self.home, self.dtype, onto=self.sent is not None)
+
+    def rewritten(self) -> None:
+        """Somebody has written to its home."""
+        assert self.sent is not None
+        self.sent = self.sent._replace(squares=squares_of(self.home).to(self.ferry.device))
+
+    def drop(self) -> None:
+        self.sent = None

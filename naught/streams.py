@@ -1,0 +1,120 @@
+"""Streams: orders of their own beside a device's, and host memory that a device can reach by itself. A CPU has one order only:
+there everything happens at once. Beside `devices`, the only file that calls torch.cuda."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostCopies", "Lane", "Point", "Slab", "here"]
+
+_LOG = logging.getLogger("naught")
+
+
+class Point:
+    """A point in an order, which others can wait for."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.event: torch.cuda.Event | None = None  # None: it was reached when it was made
+        if stream is not None:
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record(stream)
+
+    def hold(self, device: torch.device) -> None:
+        """What this thread asks of the device from here on comes later."""
+        if self.event is not None:
+            torch.cuda.current_stream(device).wait_event(self.event)
+
+    def wait(self) -> None:
+        """Keep the host until it is reached."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+def here(device: torch.device) -> Point:
+    """Where this thread's order on a device is now."""
+    return Point(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+
+class Lane:
+    """An order beside the device's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: torch.cuda.Stream | None = None  # None: there is only one order
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def follow(self, point: Point) -> None:
+        """What is asked of this lane from here on comes after a point of another order."""
+        if self.stream is not None and point.event is not None:
+            self.stream.wait_event(point.event)
+
+    def open(self) -> AbstractContextManager[None]:
+        """What this thread asks of the device while this is open is asked of the lane."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def point(self) -> Point:
+        return Point(self.stream)
+
+
+class HostCopies:
+    """Copies of tensors in host memory. Made inside of `beside`, in a thread, they come after all that the device had been
+    asked before `follow`, and nothing waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.lane = device, Lane(device)
+
+    def follow(self) -> None:
+        self.lane.follow(here(self.device))
+
+    def beside(self) -> AbstractContextManager[None]:
+        return self.lane.open()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Under way until `arrive`."""
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
+        return pinned.copy_(tensor, non_blocking=True)
+
+    def arrive(self) -> None:
+        """Wait for the copies that this thread has asked for."""
+        here(self.device).wait()
+
+
+_HUGE_PAGES = 14  # MADV_HUGEPAGE: fewer entries for the processor to look up, and registering is three times faster
+_LARGE_BYTES = 1 << 20
+
+
+class Slab:
+    """Host memory of exactly so many bytes, zero at first. Registered, a device copies from and to it by itself; torch's own
+    allocator of such memory would round up to a power of two."""
+
+    def __init__(self, nbytes: int, *, register: bool) -> None:
+        self.memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _LARGE_BYTES:
+            self.memory.madvise(_HUGE_PAGES)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.registered = register and nbytes > 0 and self._register(nbytes)
+        if self.registered:
+            # Before the memory goes back: tensors may hold it longer than this slab.
+            weakref.finalize(self.memory, _unregister, self.address).atexit = False  # the driver may be gone by then
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel)
+
+    def _register(self, nbytes: int) -> bool:
+        code = torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)  # type: ignore[no-untyped-call]
+        if int(code) != 0:
+            _LOG.warning("the driver does not register %d bytes of host memory (%s): copies will be slow", nbytes, code)
+        return int(code) == 0
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
