@@ -21,7 +21,7 @@ from naught.filling import Filling
 from naught.flat import Meter
 from naught.gradients import GradTypes
 from naught.hints import leaf_names, renew_loans
-from naught.host_worker import HostWorker, cores_of
+from naught.host_crew import HostCrew, cores_of
 from naught.layout import ALIGN_NUMEL
 from naught.membership import Membership
 from naught.moving import Budgets
@@ -142,7 +142,7 @@ def host_side(config: Config, device: torch.device, meter: Meter) -> HostSide | 
     here = find_seat(os.environ)
     apart = device.type != "cpu"  # else training itself needs the cores, and as many threads as it was given
     cores = cores_of(here.local_rank if here else 0, local_ranks(os.environ)) if apart else None
-    return HostSide(HostShelf(device, meter, pins=pins, limit=None), Ferry(device, meter), HostWorker(cores))
+    return HostSide(HostShelf(device, meter, pins=pins, limit=None), Ferry(device, meter), HostCrew(cores))
 
 
 def build_units(

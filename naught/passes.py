@@ -220,7 +220,7 @@ class Passes:
                 segment.close()
         for host in {segment.home.host for unit in self.schedule.units.values() for segment in unit.segments}:
             if host is not None:
-                host.worker.stop()
+                host.crew.stop()
         self.hooks.remove()
         claimed.drop(self.homes)
         self.homes.clear()

@@ -13,7 +13,7 @@ from naught.comm import Group, Pending
 from naught.ferry import Arrival, Ferry
 from naught.flat import Meter
 from naught.gradients import DeviceSum, Gradients, GradTypes, Sum
-from naught.host_worker import HostWorker
+from naught.host_crew import HostCrew
 from naught.layout import Layout, Span
 from naught.placement import Placement, Tier
 from naught.rules import Part
@@ -33,11 +33,11 @@ class Types(NamedTuple):
 
 
 class HostSide(NamedTuple):
-    """What a rank has on its host: memory, the way there and back, and a thread that updates."""
+    """What a rank has on its host: memory, the way there and back, and threads that update."""
 
     shelf: Shelf
     ferry: Ferry
-    worker: HostWorker
+    crew: HostCrew
 
 
 class Home(NamedTuple):
@@ -119,7 +119,8 @@ class Segment:
         """What an update works on, on this rank."""
         total = self.grads.sum()
         assert total is not None
-        return self.states.due(how, self.exact, total, used)
+        states, weights = self.states, self.exact
+        return (states.part(cut, weights, total) for cut in states.cuts(how, used))
 
     def start_gather(self, unit: str) -> Pending:
         weights = self.weights
@@ -142,12 +143,12 @@ class Segment:
         mine.copy_(weights.shard)
         return None
 
-    def update_beside(self, work: Callable[[], None]) -> None:
-        """Have it updated on the host; what modules compute with follows."""
+    def update_beside(self, pieces: int, do: Callable[[int], None]) -> None:
+        """Have it updated on the host, piece by piece; what modules compute with follows."""
         assert self.home.host is not None
         assert isinstance(self.grads.owned, HostSum)
         self.wait()
-        self.updating = self.grads.owned.reader = self.home.host.worker.ask(work)
+        self.updating = self.grads.owned.reader = self.home.host.crew.ask(pieces, do)
         self._refresh()
 
     def written(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from naught.layout import Layout, Span, intersect
 from naught.rules import Hyper, Part, Rule
 from naught.shelves import Shelf
 
-__all__ = ["States", "Updating"]
+__all__ = ["Cut", "States", "Updating"]
 
 
 class Updating(NamedTuple):
@@ -24,8 +24,8 @@ class Updating(NamedTuple):
     most_numel: int
 
 
-class _Alike(NamedTuple):
-    """Neighbouring slots that are updated alike, in coordinates of the part of the flat that this rank updates."""
+class Cut(NamedTuple):
+    """Neighbouring elements that are updated alike, in coordinates of the part of the flat that this rank updates."""
 
     span: Span
     first: int  # of the slots
@@ -77,17 +77,22 @@ class States:
         common = intersect(self.layout.slots[index].span, self.owned) or Span(self.owned.start, self.owned.start)
         return Span(common.start - self.owned.start, common.stop - self.owned.start)
 
-    def due(self, how: Updating, weights: Tensor, grads: Tensor, used: Sequence[bool]) -> Iterator[Part]:
-        """What an update of the used slots works on: 32-bit weights that this rank updates, and their gradients. Counts the
-        update."""
+    def cuts(self, how: Updating, used: Sequence[bool]) -> list[Cut]:
+        """What an update of the used slots works on, so much at a time. Counts the update."""
         self.prepare(how)
-        for span, first, step, group in self._runs(used, apart=how.rule.apart):
-            stride = span.numel if how.rule.apart else how.most_numel
+        found = []
+        for cut in self._runs(used, apart=how.rule.apart):
+            span, stride = cut.span, cut.span.numel if how.rule.apart else how.most_numel
             for start in range(span.start, span.stop, stride):
-                stop = min(start + stride, span.stop)
-                moments = {name: moment[start:stop] for name, moment in self.moments.items()}
-                yield Part(weights[start:stop], grads[start:stop], moments, self.numbers[first], step, group)
+                found.append(cut._replace(span=Span(start, min(start + stride, span.stop))))
         self.steps = [step + was_used for step, was_used in zip(self.steps, used, strict=True)]
+        return found
+
+    def part(self, cut: Cut, weights: Tensor, grads: Tensor) -> Part:
+        """A cut of the 32-bit weights that this rank updates, and of their gradients."""
+        (start, stop), first, step, group = cut
+        moments = {name: moment[start:stop] for name, moment in self.moments.items()}
+        return Part(weights[start:stop], grads[start:stop], moments, self.numbers[first], step, group)
 
     def prepare(self, how: Updating) -> None:
         """Make the moments that the rule wants and are not there: also later, when a hyperparameter asks for one more."""
@@ -100,18 +105,18 @@ class States:
                 if wanted[group].get(name):
                     moment[slice(*self.part_of(index))] = wanted[group][name]
 
-    def _runs(self, used: Sequence[bool], *, apart: bool) -> Sequence[_Alike]:
+    def _runs(self, used: Sequence[bool], *, apart: bool) -> Sequence[Cut]:
         """Runs of used slots with one count and one group."""
         whole = not apart and all(used)
         if whole and _is_one(self.steps) and _is_one(self.groups):  # as mostly
-            return [_Alike(Span(0, self.owned.numel), 0, self.steps[0] + 1, self.groups[0])]
-        runs: list[_Alike] = []
+            return [Cut(Span(0, self.owned.numel), 0, self.steps[0] + 1, self.groups[0])]
+        runs: list[Cut] = []
         adjoins = False  # nothing but zeros lies behind the last run, and those stay zero under every rule
         for index, was_used in enumerate(used):
             span = self.part_of(index)
             if not span.numel:
                 continue
-            alike = _Alike(span, index, self.steps[index] + 1, self.groups[index])
+            alike = Cut(span, index, self.steps[index] + 1, self.groups[index])
             if was_used and adjoins and runs[-1][2:] == alike[2:]:
                 runs[-1] = runs[-1]._replace(span=Span(runs[-1].span.start, span.stop))
             elif was_used:

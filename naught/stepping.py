@@ -64,8 +64,6 @@ class Stepping:
         rule, hypers = self.optimizer.rule, self.optimizer.param_groups
         how = Updating(rule, [dict(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
         self.norm = update(units, schedule.group, how, self.limits, scale=scale, amiss=amiss)
-        for segment in (segment for unit in units for segment in unit.trained if not rule.defers):
-            segment.wait()
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
         if self.applied:

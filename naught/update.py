@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
-_HOST_NUMEL = 1 << 20  # that are updated at a time on the host: what is widened stays in its caches
+_HOST_NUMEL = 1 << 19  # that a thread updates at a time on the host: what is widened stays in its cache
 
 
 class Norm(NamedTuple):
@@ -163,7 +163,7 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
     courier = _Courier(limits)
     remote = [unit for unit in units if unit.remote]
     for segment in (segment for unit in remote for segment in unit.trained if segment in due):
-        segment.update_beside(_work(segment, how, due[segment], coefficient))
+        _update_beside(segment, how, due[segment], coefficient)
     _tell_autograd(remote)
     courier.send(remote)
     on_device = how._replace(most_numel=min(how.most_numel, _DEVICE_NUMEL))
@@ -179,25 +179,28 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
     courier.arrive()
 
 
-def _work(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> Callable[[], None]:
-    """What updates a segment on the host, in whichever thread."""
-    stash, masters, host = segment.grads.owned, segment.kept.masters, segment.home.host
+def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> None:
+    """Have a segment updated on the host, by whichever threads, a piece at a time."""
+    stash, host, states = segment.grads.owned, segment.home.host, segment.states
     assert isinstance(stash, HostSum)
     assert stash.sent is not None
-    assert masters is not None
+    assert states.masters is not None
     assert host is not None
-    arrived, home = stash.sent.arrived, stash.home
-    how = how._replace(most_numel=min(how.most_numel, _HOST_NUMEL))
+    crew, masters, home, arrived = host.crew, states.masters, stash.home, stash.sent.arrived
+    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, _HOST_NUMEL)), used)
 
-    def work() -> None:
+    def update_piece(at: int) -> None:
         arrived.wait()
-        for part in segment.kept.due(how, masters, home, used):
-            wide = part.grads
-            if wide.dtype != torch.float32:
-                wide = host.worker.scratch(wide.numel()).copy_(wide)
-            _take([part._replace(grads=wide)], how, coefficient)
+        part = states.part(cuts[at], masters, home)
+        wide = part.grads if part.grads.dtype == torch.float32 else crew.scratch(part.grads.numel()).copy_(part.grads)
+        _take([part._replace(grads=wide)], how, coefficient)
 
-    return work
+    if how.rule.defers:
+        segment.update_beside(len(cuts), update_piece)
+        return
+    for at in range(len(cuts)):
+        update_piece(at)
+    segment.written()
 
 
 def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:

@@ -93,7 +93,7 @@ LAYERS = [
         "comm",
         "flat",
     ],
-    ["squares", "shelves", "ferry", "host_worker", "stash"],
+    ["squares", "shelves", "ferry", "host_crew", "stash"],
     ["shortage", "stall", "husks", "guard", "weights", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",
@@ -192,7 +192,7 @@ TORCH_ALLOWED = {
         "squares",
         "shelves",
         "ferry",
-        "host_worker",
+        "host_crew",
         "stash",
         "streams",
     ),

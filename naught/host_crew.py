@@ -1,0 +1,122 @@
+"""Host crew: threads that update what rests on the host, beside everything else. Each has a core and takes up the next piece
+when it is done with one: none waits for another, as in a loop that is divided among threads, where the slowest sets the pace."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostCrew", "cores_of"]
+
+_SPARE = 8  # of so many cores one is left to the threads that ask the device
+
+
+def cores_of(place: int, ranks: int) -> list[int]:
+    """The cores that one of the ranks of this host updates with: as many for each, and none for two."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    first = place * share % len(cores)
+    return cores[first : first + max(1, share - -(-share // _SPARE))]
+
+
+class _Job:
+    """Pieces that any thread may take up, in their order; the last one that is done ends the job."""
+
+    def __init__(self, pieces: int, do: Callable[[int], None]) -> None:
+        self.do, self.pieces = do, pieces
+        self.begun = self.ended = 0
+        self.fault: BaseException | None = None
+        self.over: Future[None] = Future()
+
+
+class HostCrew:
+    """Does jobs one after the other. Without cores it is one thread, on any of them: where training itself needs them."""
+
+    def __init__(self, cores: list[int] | None) -> None:
+        self.cores = cores
+        self.jobs: deque[_Job] = deque()
+        self.changed = threading.Condition()
+        self.stopped = False
+        self.own = threading.local()
+        self.threads: list[threading.Thread] = []
+
+    def ask(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
+        """Have something done to each of so many pieces; returns at once."""
+        job = _Job(pieces, do)
+        if not pieces:
+            job.over.set_result(None)
+            return job.over
+        if not self.threads:
+            self._hire()
+        with self.changed:
+            self.jobs.append(job)
+            self.changed.notify_all()
+        return job.over
+
+    def scratch(self, numel: int) -> Tensor:
+        """Memory of the thread that asks, until it asks again."""
+        room: Tensor | None = getattr(self.own, "room", None)
+        if room is None or room.numel() < numel:
+            room = self.own.room = torch.empty(numel)
+        return room[:numel]
+
+    def stop(self) -> None:
+        """Once all is done that was asked."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+        for thread in self.threads:
+            thread.join()
+        self.threads.clear()
+
+    def _hire(self) -> None:
+        before = torch.get_num_threads()
+        wanted: Sequence[int | None] = self.cores or [None]
+        ready = threading.Barrier(1 + len(wanted))
+        for core in wanted:
+            thread = threading.Thread(target=self._serve, args=(core, ready), name="naught-update", daemon=True)
+            thread.start()
+            self.threads.append(thread)
+        ready.wait()
+        if self.cores:
+            torch.set_num_threads(before)  # a thread's own number stays; but some libraries have one for all
+
+    def _serve(self, core: int | None, ready: threading.Barrier) -> None:
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+            torch.set_num_threads(1)
+        ready.wait()
+        while (taken := self._next()) is not None:
+            job, piece = taken
+            try:
+                job.do(piece)
+            except BaseException as error:  # whoever waits for the job is told
+                job.fault = job.fault or error
+            self._done(job)
+
+    def _next(self) -> tuple[_Job, int] | None:
+        with self.changed:
+            while not self.jobs:
+                if self.stopped:
+                    return None
+                self.changed.wait()
+            job = self.jobs[0]
+            job.begun += 1
+            if job.begun == job.pieces:
+                self.jobs.popleft()
+            return job, job.begun - 1
+
+    def _done(self, job: _Job) -> None:
+        with self.changed:
+            job.ended += 1
+            over = job.ended == job.pieces
+        if over and job.fault is not None:
+            job.over.set_exception(job.fault)
+        elif over:
+            job.over.set_result(None)
