@@ -85,6 +85,7 @@ _HEEDED = (
     "naught.nvme_path",
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
+    "naught.small_masters",
     "naught.async_save",
     "naught.keep_last",
     "naught.keep_every",
@@ -167,7 +168,8 @@ def build_units(
         placement, parts = placements[spec.name], []
         for key, layout in segments(spec, world=around.group.size).items():
             weights = dtypes[layout.slots[0].name]
-            types = Types(weights, GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights)))
+            grads = GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights))
+            types = Types(weights, grads, small_masters=config.naught.small_masters)
             members = [params[slot.name] for slot in layout.slots]
             groups = [membership.group_of(param) for param in members] if key.trainable else []
             parts.append(Segment(list(map(filling.of, members)), layout, groups, types, Home(placement, *around)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from naught.holding import STAGING_BYTES
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import Kind, Tier
@@ -74,6 +75,8 @@ def forecast(
     memory[Tier.DEVICE][Category.GATHERED] += work.gathered
     memory[Tier.DEVICE][Category.BUFFERS] += work.device_buffers
     memory[Tier.HOST][Category.BUFFERS] += work.host_buffers
+    if not machine.unified and any(placement.of(kind).tier is Tier.HOST for _, placement in placed for kind in Kind):
+        memory[Tier.DEVICE][Category.BUFFERS] += STAGING_BYTES
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
     if not kept:

@@ -123,8 +123,8 @@ def _resting(placement: Placement) -> Tier:
 
 _FETCH = {
     Tier.DEVICE: (Verb.GATHER,),
-    Tier.HOST: (Verb.LOAD, Verb.GATHER),
-    Tier.DISK: (Verb.READ, Verb.LOAD, Verb.GATHER),
+    Tier.HOST: (Verb.GATHER,),
+    Tier.DISK: (Verb.READ, Verb.GATHER),
 }
 _STASH: dict[Tier, tuple[Verb, ...]] = {
     Tier.DEVICE: (),

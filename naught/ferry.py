@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from naught.flat import Meter
-from naught.holding import Buffer
-from naught.squares import STRETCH_NUMEL, squares_of
+from naught.holding import STAGING_SLOTS, STRETCH_NUMEL, Buffer
+from naught.rounding import Rounds
+from naught.squares import squares_of
 from naught.streams import Lane, Point, here
 
 __all__ = ["Arrival", "Ferry", "Sent"]
-
-_SLOTS = 3  # down: one that is filled, one that travels, one to spare
 
 
 class Sent(NamedTuple):
@@ -45,7 +44,7 @@ class Ferry:
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self.device, self.down, self.up = device, Lane(device), Lane(device)
         self.apart = device.type != "cpu"  # else all memory is one, and nothing is staged
-        self.slots = [_Slot(device) for _ in range(_SLOTS if self.apart else 0)]
+        self.slots = [_Slot(device) for _ in range(STAGING_SLOTS - 1 if self.apart else 0)]
         self.landing = _Slot(device) if self.apart else None  # for what comes up and is cast
         self.lock = threading.Lock()  # around the landing
         staged = [*self.slots, *([self.landing] if self.landing else [])]
@@ -78,10 +77,10 @@ class Ferry:
             place.copy_(staged, non_blocking=True)
         slot.free = self.down.point()
 
-    def bring(self, source: Tensor, into: Tensor, after: Point) -> Point:
+    def bring(self, source: Tensor, into: Tensor, after: Point, rounds: Rounds) -> Point:
         """Copy what rests on the host to the device, after a point of the device's order; any thread may ask."""
         if not self.apart:
-            into.copy_(source)
+            rounds(into, source)
             return after
         with self.lock, self.up.open():
             self.up.follow(after)
@@ -91,7 +90,7 @@ class Ferry:
                 assert self.landing is not None
                 for piece, place in zip(_stretches(source), _stretches(into), strict=True):
                     landed = self.landing.of(piece.numel(), piece.dtype)
-                    place.copy_(landed.copy_(piece, non_blocking=True))  # in the order of one lane
+                    rounds(place, landed.copy_(piece, non_blocking=True))  # in the order of one lane
             return self.up.point()
 
 
@@ -102,12 +101,12 @@ def _stretches(tensor: Tensor) -> Sequence[Tensor]:
 class Arrival:
     """Weights that come up from the host, as soon as nobody updates them there any more."""
 
-    def __init__(self, ferry: Ferry, source: Tensor, into: Tensor, updated: Future[None] | None) -> None:
-        self.ferry, self.source, self.into = ferry, source, into
+    def __init__(self, ferry: Ferry, source: Tensor, into: Tensor, updated: Future[None] | None, rounds: Rounds) -> None:
+        self.ferry, self.source, self.into, self.rounds = ferry, source, into, rounds
         self.began = here(ferry.device)
         self.set_out: Future[Point] = Future()
         if updated is None:
-            self.set_out.set_result(ferry.bring(source, into, self.began))
+            self.set_out.set_result(self._bring())
         else:
             updated.add_done_callback(self._set_out)
 
@@ -115,9 +114,12 @@ class Arrival:
         """In whichever thread has updated them."""
         try:
             updated.result()
-            self.set_out.set_result(self.ferry.bring(self.source, self.into, self.began))
+            self.set_out.set_result(self._bring())
         except BaseException as error:  # whoever waits is told
             self.set_out.set_exception(error)
+
+    def _bring(self) -> Point:
+        return self.ferry.bring(self.source, self.into, self.began, self.rounds)
 
     def wait(self) -> None:
         """From here on the device finds them."""

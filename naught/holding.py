@@ -14,7 +14,11 @@ from typing import NamedTuple
 from naught.placement import Kind, Placement, Tier
 from naught.steps import Placements, Sizes, Step, UnitBytes, Verb
 
-__all__ = ["LIVES", "Buffer", "Life", "Peaks", "held_after_each", "simulate"]
+__all__ = ["LIVES", "STAGING_BYTES", "STAGING_SLOTS", "STRETCH_NUMEL", "Buffer", "Life", "Peaks", "held_after_each", "simulate"]
+
+# What goes between device and host goes in stretches of so many elements, through so many slots of 32 bits each.
+STRETCH_NUMEL, STAGING_SLOTS = 1 << 23, 4
+STAGING_BYTES = STAGING_SLOTS * STRETCH_NUMEL * 4
 
 
 class Buffer(StrEnum):
@@ -23,7 +27,6 @@ class Buffer(StrEnum):
     READ_WEIGHTS = "read weights"
     READ_GRADS = "read gradients"
     READ_STATES = "read states"
-    LOADED_WEIGHTS = "loaded weights"
     LOADED_GRADS = "loaded gradients"
     AHEAD = "weights ahead of their use"  # a part of the next one, or of whole weights: never added to a tier
     GATHERED = "gathered weights"
@@ -48,16 +51,9 @@ class Life(NamedTuple):
 
 _UPDATED = (Verb.UPDATE, Kind.OPTIM)
 LIVES: Mapping[Buffer, Life] = {
-    Buffer.READ_WEIGHTS: Life(Tier.HOST, (Verb.READ, Kind.PARAM), ((Verb.LOAD, Kind.PARAM),), lambda size: size.weight_shard),
+    Buffer.READ_WEIGHTS: Life(Tier.HOST, (Verb.READ, Kind.PARAM), ((Verb.GATHER, Kind.PARAM),), lambda size: size.weight_shard),
     Buffer.READ_GRADS: Life(Tier.HOST, (Verb.READ, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard),
     Buffer.READ_STATES: Life(Tier.HOST, (Verb.READ, Kind.OPTIM), ((Verb.WRITE, Kind.OPTIM),), lambda size: size.state_shard),
-    Buffer.LOADED_WEIGHTS: Life(
-        Tier.DEVICE,
-        (Verb.LOAD, Kind.PARAM),
-        ((Verb.GATHER, Kind.PARAM),),
-        lambda size: size.weight_shard,
-        when=lambda place: place.param.tier is not Tier.DEVICE,  # else they are loaded to where they rest
-    ),
     Buffer.LOADED_GRADS: Life(Tier.DEVICE, (Verb.LOAD, Kind.GRAD), (_UPDATED,), lambda size: size.grad_shard),
     Buffer.AHEAD: Life(
         None, (Verb.GATHER, Kind.PARAM), ((Verb.USE, Kind.PARAM), (Verb.USE, Kind.GRAD)), lambda size: size.weights

@@ -36,7 +36,6 @@ class Budgets:
         return {
             Buffer.AHEAD: self.ahead_bytes,
             Buffer.GATHERED: self.live_bytes,
-            Buffer.LOADED_WEIGHTS: self.load_bytes,
             Buffer.LOADED_GRADS: self.load_bytes,
             Buffer.READ_WEIGHTS: self.read_weight_bytes,
             Buffer.READ_GRADS: self.read_state_bytes,

@@ -45,17 +45,18 @@ def planned_peaks(walks: Iterable[Sequence[Step]], placements: Placements, sizes
 
 def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
     """Bytes of weights, masters and states between steps, also of states that the first step has still to make."""
-    rest = Counter(dict.fromkeys(("weights", "masters", "states"), 0))
+    rest = Counter(dict.fromkeys(("weights", "masters", "rests", "states"), 0))
     hosts = set()
     for unit in schedule.units.values():
         for segment in unit.segments:
             weights, states = segment.weights, segment.states
             updates = HOST if segment.remote else ""
-            if weights.split:
+            if not weights.stays:
                 rest[("" if unit.placement.param.tier is Tier.DEVICE else HOST) + "weights"] += weights.shard_bytes
             else:
                 rest["weights"] += weights.flat.nbytes
             rest[updates + "masters"] += 0 if states.masters is None else states.masters.nbytes
+            rest["rests"] += 0 if states.rests is None else states.rests.nbytes
             rest[updates + "states"] += _WIDE * states.owned.numel * _moments(segment, optimizer)
             if segment.remote:
                 rest[HOST + "gradients"] += segment.grads.owned_bytes

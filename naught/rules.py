@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +23,7 @@ class Part(NamedTuple):
     numbers: dict[str, Any]
     step: int
     group: int
+    after: Callable[[], None] | None = None  # what is to be done once they are updated; None: nothing
 
 
 class Rule(Protocol):

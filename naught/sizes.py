@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from naught.formulas import Recipe
 from naught.job import Job
 from naught.layout import ALIGN_NUMEL, pad
 from naught.placement import Kind, Placement, Tier
@@ -29,6 +28,9 @@ def resting_bytes(run: Run, placement: Placement, world: int, job: Job) -> dict[
 
 def resting_of(kind: Kind, run: Run, placement: Placement, world: int, job: Job) -> int:
     size = unit_bytes(run, placement, world, job)
+    if kind is Kind.PARAM and placement.param.tier is Tier.HOST and placement.optim.tier is Tier.HOST:
+        # What is trained is made of its masters there each time: the host keeps nothing twice.
+        return run.repeat * (pad(run.frozen, world, ALIGN_NUMEL) // world * job.recipe.weight)
     whole, shard = {
         Kind.PARAM: (size.weights, size.weight_shard),
         Kind.GRAD: (size.grads, size.grad_shard),
@@ -53,14 +55,21 @@ def unit_bytes(run: Run, placement: Placement, world: int, job: Job) -> UnitByte
         weight_shard=weights // world * job.recipe.weight,
         grads=trained * (job.recipe.grad if placement.grad.split else job.kept_grad),
         grad_shard=trained // world * job.kept_grad,
-        state_shard=trained // (world if placement.optim.split else 1) * _state(placement, job.recipe),
+        state_shard=trained // (world if placement.optim.split else 1) * _state(placement, job),
         trained=trained > 0,
     )
 
 
-def _state(placement: Placement, recipe: Recipe) -> int:
-    """Bytes of optimizer state for a parameter; an update off the device needs a master there, also of 32-bit weights."""
-    needs_copy = recipe.master == 0 and placement.optim.tier is not Tier.DEVICE and placement.param.tier is Tier.DEVICE
+_MASTER = 4
+
+
+def _state(placement: Placement, job: Job) -> int:
+    """Bytes of optimizer state for a parameter; an update off the device needs a whole master there, also of 32-bit weights, and
+    on the host a place for the gradients that do not rest there."""
+    recipe = job.recipe
+    if placement.optim.tier is Tier.HOST:
+        return recipe.moments + _MASTER + (job.kept_grad if placement.grad.tier is Tier.DEVICE else 0)
+    needs_copy = recipe.master == 0 and placement.optim.tier is Tier.DISK and placement.param.tier is Tier.DEVICE
     return recipe.state + (recipe.weight if needs_copy else 0)
 
 

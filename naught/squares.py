@@ -8,14 +8,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["STRETCH_NUMEL", "in_order", "squares_of"]
+from naught.holding import STRETCH_NUMEL
+
+__all__ = ["in_order", "squares_of"]
 
 _BLOCK_NUMEL = 1 << 18
-STRETCH_NUMEL = 1 << 23  # whole blocks that one call sums; more at a time would be another kernel's sum
 
 
 def squares_of(values: Tensor) -> Tensor:
-    """The sum of squares of each block, from the first on."""
+    """The sum of squares of each block, from the first on. One call sums the blocks of a stretch; more at a time might be
+    another kernel's sum."""
     sums = [_of_a_stretch(stretch) for stretch in torch.split(values, STRETCH_NUMEL)] if values.numel() else []
     return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64, device=values.device)
 

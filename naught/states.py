@@ -40,25 +40,33 @@ class States:
     def __init__(self, layout: Layout, owned: Span, groups: Sequence[int], shelf: Shelf) -> None:
         self.layout, self.owned, self.groups, self.shelf = layout, owned, list(groups), shelf
         self.moments: dict[str, Tensor] = {}
-        self.masters: Tensor | None = None  # None: the weights themselves have 32 bits, and rest where they are updated
+        self.masters: Tensor | None = None  # None: the weights tell, by themselves or with rests
+        self.rests: Tensor | None = None  # what 16-bit weights lack of their masters; None: nothing, or there are masters
         self.steps = [0] * len(layout.slots)
         self.numbers: list[dict[str, Any]] = [{} for _ in layout.slots]  # what a rule keeps of whole parameters
 
-    def keep_masters(self, weights: Sequence[Tensor], group: Group, device: torch.device) -> None:
-        """Keep 32-bit masters of this rank's part, from weights that no rounding has touched yet, as rank 0 has them."""
+    def first_masters(self, weights: Sequence[Tensor], group: Group, device: torch.device) -> Tensor:
+        """32-bit masters of this rank's part, from weights that no rounding has touched yet, as rank 0 has them."""
         whole = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         for slot, weight in zip(self.layout.slots, weights, strict=True):
             whole[slot.span.start : slot.span.stop].copy_(weight.reshape(-1))
         group.spread(whole)
-        self.masters = self.shelf.take(self.owned.numel, torch.float32, "masters", travels=True)
-        self.masters.copy_(whole[self.owned.start : self.owned.stop])
+        return whole[self.owned.start : self.owned.stop]
 
-    def follow(self, weights: Tensor) -> None:
-        """Somebody has written to the weights: where they are not what the masters round to, the masters are theirs."""
+    def keep_masters(self, masters: Tensor) -> None:
+        self.masters = self.shelf.take(self.owned.numel, torch.float32, "masters", travels=True).copy_(masters)
+
+    def keep_rests(self) -> None:
+        """Keep rests instead of masters."""
+        self.rests = self.shelf.take(self.owned.numel, torch.int16, "rests")
+
+    def follow(self, weights: Tensor, before: Tensor) -> None:
+        """Somebody has written to the weights: where they are not what they were, masters or rests are theirs."""
         if self.masters is not None:
-            weights = weights.to(self.masters.device)
-            theirs = weights != self.masters.to(weights.dtype)
-            self.masters[theirs] = weights[theirs].float()
+            theirs = (weights != before).to(self.masters.device)
+            self.masters[theirs] = weights.to(self.masters.device)[theirs].float()
+        if self.rests is not None:
+            self.rests[weights != before] = 0
 
     def forget(self, names: Iterable[str]) -> None:
         """Let go of some moments."""
@@ -71,6 +79,9 @@ class States:
         if self.masters is not None:
             self.shelf.give_back(self.masters, "masters")
             self.masters = None
+        if self.rests is not None:
+            self.shelf.give_back(self.rests, "rests")
+            self.rests = None
 
     def part_of(self, index: int) -> Span:
         """What this rank updates of a slot, in coordinates of what it updates of the flat; maybe nothing."""
@@ -88,11 +99,12 @@ class States:
         self.steps = [step + was_used for step, was_used in zip(self.steps, used, strict=True)]
         return found
 
-    def part(self, cut: Cut, weights: Tensor, grads: Tensor) -> Part:
-        """A cut of the 32-bit weights that this rank updates, and of their gradients."""
+    def part(self, cut: Cut, weights: Tensor, grads: Tensor, *, whole: bool = True) -> Part:
+        """A cut of the 32-bit weights that this rank updates, unless that is what is given, and of their gradients."""
         (start, stop), first, step, group = cut
         moments = {name: moment[start:stop] for name, moment in self.moments.items()}
-        return Part(weights[start:stop], grads[start:stop], moments, self.numbers[first], step, group)
+        mine = weights[start:stop] if whole else weights
+        return Part(mine, grads[start:stop], moments, self.numbers[first], step, group)
 
     def prepare(self, how: Updating) -> None:
         """Make the moments that the rule wants and are not there: also later, when a hyperparameter asks for one more."""

@@ -34,7 +34,7 @@ class Verb(StrEnum):
 
     READ = "read"  # disk to host
     LOAD = "load"  # host to device
-    GATHER = "gather"  # every rank's shard to every rank
+    GATHER = "gather"  # every rank's shard to every rank, from wherever it rests but the disk
     USE = "use"  # anchor: the module computes from here, forward (param) or backward (grad)
     LEAVE = "leave"  # anchor: the module has computed, forward (param) or backward (grad)
     RELEASE = "release"  # a gathered flat is freed

@@ -63,9 +63,9 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
             # Whole weights are stale after an update elsewhere; after one on every rank it is the gradients that travel.
             gathered += trained * (job.recipe.weight if placement.optim.split else wire) * run.repeat
         on_device = placement.optim.tier is Tier.DEVICE
-        if placement.grad.tier is not Tier.DEVICE:
+        if placement.grad.tier is not Tier.DEVICE or not on_device:
             link += trained // world * wire * reduces
-        if on_device != (placement.grad.tier is Tier.DEVICE):
+        if on_device and placement.grad.tier is not Tier.DEVICE:
             link += trained // world * wire * run.repeat
         if on_device != (placement.param.tier is Tier.DEVICE):
             link += trained // world * job.recipe.weight * run.repeat

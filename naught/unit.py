@@ -33,9 +33,10 @@ class Unit:
         self.pending: list[Pending] = []
 
     def sizes(self) -> UnitBytes:
-        weights = sum(
-            segment.weights.flat.nbytes for segment in (self.absentees if self.placement.param.split else self.segments)
+        held = (
+            [segment for segment in self.absentees if not segment.weights.stays] if self.placement.param.split else self.segments
         )
+        weights = sum(segment.weights.flat.nbytes for segment in held)
         grads = sum(segment.grads.flat.nbytes for segment in self.trained)
         return UnitBytes(
             weights=weights,
@@ -95,7 +96,7 @@ class Unit:
         """Give the parameters copies that stay valid; split weights are absent until they are gathered again."""
         self.fetch()
         for segment in self.segments:
-            segment.weights.lend()
+            segment.lend()
         self.present = not self.placement.param.split or not self.absentees
 
     def spread(self, writer: int) -> None:

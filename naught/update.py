@@ -226,6 +226,9 @@ def _take(parts: Sequence[Part], how: Updating, coefficient: float) -> None:
         members = [part for part in parts if part.group == group]
         if members:
             how.rule.update(members, hyper)
+    for part in parts:
+        if part.after is not None:
+            part.after()
 
 
 def _tell_autograd(units: Sequence[Unit]) -> None:

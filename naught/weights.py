@@ -14,7 +14,8 @@ from naught.guard import Guard
 from naught.holding import Buffer
 from naught.husks import Husks
 from naught.layout import Layout
-from naught.shelves import Shelf
+from naught.rounding import Rounds
+from naught.shelves import DeviceShelf, Shelf
 
 __all__ = ["Weights"]
 
@@ -29,24 +30,29 @@ class Weights:
         params: Sequence[nn.Parameter],
         layout: Layout,
         dtype: torch.dtype,
+        device: torch.device,
         group: Group,
         meter: Meter,
-        *,
-        device: torch.device,
-        split: bool,
         shelf: Shelf | None,
+        *,
+        split: bool,
+        rounds: Rounds,
     ) -> None:
         self.params, self.layout, self.group, self.split, self.shelf = list(params), layout, group, split, shelf
-        self.flat = Flat(layout, dtype, device, category=Buffer.GATHERED if split else "weights", meter=meter)
+        self.rounds = rounds
+        # A rank alone would keep a copy of all of it: where that rests on the device, the flat itself is the shard.
+        self.stays = not split or (group.size == 1 and isinstance(shelf, DeviceShelf))
+        self.flat = Flat(layout, dtype, device, category="weights" if self.stays else Buffer.GATHERED, meter=meter)
         self.shard: Tensor | None = self.flat.slices[group.rank]
         self.bound = False  # the parameters are views of the flat
         self.husks = Husks(layout, dtype, device)
         self.guard = Guard(self.params, layout)
         self._adopt()
-        if split:
-            mine, self.shard = self.shard, None
+        if not self.stays:
+            mine, self.shard = self.flat.slices[group.rank], None
             if shelf is not None:
                 self.shard = shelf.take(mine.numel(), dtype, "weights", travels=True).copy_(mine)
+        if split:
             self.release()
 
     @property
@@ -63,7 +69,7 @@ class Weights:
         self.flat.alloc()
         self.flat.clear_gaps()
         for param, view in zip(self.params, self.flat.slots, strict=True):
-            view.copy_(param.data)
+            self.rounds(view, param.data.to(view.device))
         self.group.spread(self.flat.tensor)
         self.bind()
 
@@ -90,15 +96,17 @@ class Weights:
         self.guard.expect(self.husks.addresses)
 
     def release(self) -> None:
-        """Free the flat and leave husks."""
+        """Leave husks, and free the flat unless it stays."""
         self.hide()
-        self.flat.free()
+        if not self.stays:
+            self.flat.free()
 
     def lend(self) -> None:
         """Give the parameters copies of their own, which stay valid when the flat is gone."""
         if self.split:
             self._point_to([view.clone() for view in self.flat.slots])
-            self.flat.free()
+            if not self.stays:
+                self.flat.free()
 
     def spread(self, writer: int) -> None:
         """Make lent copies what one rank has made of its own."""
@@ -136,7 +144,7 @@ class Weights:
         """Give the parameters gathered weights of their own for good."""
         self._point_to([view.clone() for view in self.flat.slots])
         self.flat.free()
-        if self.split and self.shard is not None and self.shelf is not None:
+        if not self.stays and self.shard is not None and self.shelf is not None:
             self.shelf.give_back(self.shard, "weights")
         self.shard = None
 

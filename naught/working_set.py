@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -44,6 +45,8 @@ def whole_working_set(placed: tuple[PlacedRun, ...], world: int, job: Job) -> Wo
     outer: list[str] = []
     for at, (run, placement) in enumerate(placed):
         size = unit_bytes(run, placement, world, job)
+        if world == 1 and placement.param.tier is Tier.DEVICE:
+            size = replace(size, weights=0)  # its flat is its shard: a gather brings nothing
         for unit in range(run.repeat):
             placements[f"{at}.{unit}"] = placement
             sizes[f"{at}.{unit}"] = size
@@ -52,7 +55,7 @@ def whole_working_set(placed: tuple[PlacedRun, ...], world: int, job: Job) -> Wo
     budgets = _one_ahead([sizes[unit] for unit in outer], [sizes[unit] for unit in inner])
     plan = compile_plan(_one_pass(outer, inner), placements, sizes, budgets=budgets, which=Pass())
     peaks = simulate(plan.steps, placements, sizes)
-    staging = peaks.buffers[Buffer.LOADED_WEIGHTS] + peaks.buffers[Buffer.LOADED_GRADS] + peaks.buffers[Buffer.SCRATCH]
+    staging = peaks.buffers[Buffer.LOADED_GRADS] + peaks.buffers[Buffer.SCRATCH]
     return Work(max(0, peaks.passing[Tier.DEVICE] - staging), staging, peaks.passing[Tier.HOST])
 
 

@@ -93,7 +93,7 @@ LAYERS = [
         "comm",
         "flat",
     ],
-    ["squares", "shelves", "ferry", "host_crew", "stash"],
+    ["squares", "rounding", "shelves", "ferry", "host_crew", "stash"],
     ["shortage", "stall", "husks", "guard", "weights", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",
@@ -190,6 +190,7 @@ TORCH_ALLOWED = {
         "states",
         "segment",
         "squares",
+        "rounding",
         "shelves",
         "ferry",
         "host_crew",

@@ -32,6 +32,9 @@ def _precision(config: Config) -> Iterator[Conflict]:
             ("torch_autocast.enabled", f"{chosen}.enabled"), f"torch_autocast and {chosen} are both enabled", "choose one"
         )
 
+    if config.naught.small_masters and not config.bf16.enabled and config.data_types.param_dtype != "bf16":
+        paths = ("naught.small_masters", "bf16.enabled")
+        yield Conflict(paths, "small masters are a bf16 weight and a rest, and weights are not bf16", "set bf16.enabled")
     wanted = config.data_types.param_dtype
     for name, block in (("fp16", config.fp16), ("bf16", config.bf16)):
         if block.enabled and wanted not in (None, name):

@@ -42,6 +42,13 @@ class Naught(Block):
             "where the optimizer rests on the host, so that its update is hidden",
         ),
     ] = None
+    small_masters: Annotated[
+        Flag,
+        Key(
+            "bf16 weights are rounded half up, and 16-bit rests beside them restore the masters bit for bit: 2 bytes less for "
+            "every parameter whose states are on the device"
+        ),
+    ] = False
     async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
     keep_last: Annotated[
         Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")

@@ -1,0 +1,52 @@
+"""Rounding: how 16-bit weights are made of 32-bit masters. Rounded half up, a bf16 weight and a 16-bit rest restore their master
+bit for bit: together they are its two halves, the upper one corrected by one where the lower one is negative. (Rounded half to
+even, two masters may share a weight and a rest.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Rounds", "fold", "half_up", "nearest", "unfold"]
+
+Rounds = Callable[[Tensor, Tensor], object]  # into the first, what the second is
+
+_HALF = 0x8000
+_AT_A_TIME = 1 << 23
+_LOW, _HIGH = 0, 1  # of a master's bits, as they lie in memory
+
+
+def nearest(into: Tensor, source: Tensor) -> None:
+    """As torch rounds: half to even."""
+    into.copy_(source)
+
+
+def half_up(into: Tensor, source: Tensor) -> None:
+    """Half away from zero, to bf16. What is bf16 already, or is wider than that, is copied."""
+    if into.dtype != torch.bfloat16 or source.dtype != torch.float32:
+        into.copy_(source)
+        return
+    upper = into.view(torch.int16)
+    if source.dim() != 1:
+        upper.copy_((source.view(torch.int32) + _HALF) >> 16)
+        return
+    for place, bits in zip(torch.split(upper, _AT_A_TIME), torch.split(source.view(torch.int32), _AT_A_TIME), strict=True):
+        place.copy_((bits + _HALF) >> 16)
+
+
+def fold(wide: Tensor, weights: Tensor, rest: Tensor) -> None:
+    """Split 32-bit numbers into weights and rests."""
+    halves = wide.view(torch.int16).view(-1, 2)
+    rest.copy_(halves[:, _LOW])
+    torch.sub(halves[:, _HIGH], rest >> 15, out=weights.view(torch.int16))
+
+
+def unfold(weights: Tensor, rest: Tensor) -> Tensor:
+    """The 32-bit numbers that weights and rests are."""
+    wide = torch.empty(rest.shape, dtype=torch.float32, device=rest.device)
+    halves = wide.view(torch.int16).view(-1, 2)
+    halves[:, _LOW].copy_(rest)
+    torch.add(weights.view(torch.int16), rest >> 15, out=halves[:, _HIGH])
+    return wide
