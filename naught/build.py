@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,28 +11,28 @@ import torch
 from torch import nn
 
 from naught.comm import Group
-from naught.comm.launch import find_seat, local_ranks
 from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
 from naught.errors import ModelError, UsageError
-from naught.ferry import Ferry
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.gradients import GradTypes
 from naught.hints import leaf_names, renew_loans
-from naught.host_crew import HostCrew, cores_of
 from naught.layout import ALIGN_NUMEL
 from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Kind, Place, Placement, Tier
+from naught.pooling import Limits, place_in_pool, refuse_what_does_not_fit
 from naught.precision import DTYPES, Precision, kept_in_fp32
-from naught.segment import Home, HostSide, Segment, Types
-from naught.shelves import HostShelf
+from naught.segment import Home, Segment, Types
+from naught.shapes import Run
+from naught.sizes import PlacedRun
+from naught.tiers import host_side
 from naught.unit import Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits
 
-__all__ = ["Surroundings", "budgets_of", "build_units", "host_side", "limits_of", "refuse_what_is_not_there_yet"]
+__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_what_is_not_there_yet"]
 
 _LOG = logging.getLogger("naught")
 
@@ -86,6 +85,10 @@ _HEEDED = (
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
     "naught.small_masters",
+    "naught.placement",
+    "naught.gpu_memory",
+    "naught.host_memory",
+    "naught.activation_memory",
     "naught.async_save",
     "naught.keep_last",
     "naught.keep_every",
@@ -125,25 +128,14 @@ def _value(config: Config, path: str) -> Any:
 
 
 class Surroundings(NamedTuple):
-    """Among whom, where and counted by whom units live, what share of its step a gradient is, and the host, if it is needed."""
+    """Among whom, where and counted by whom units live, what share of its step a gradient is, and within which limits; None:
+    there are none."""
 
     group: Group
     device: torch.device
     meter: Meter
     share: Callable[[], float]
-    host: HostSide | None
-
-
-def host_side(config: Config, device: torch.device, meter: Meter) -> HostSide | None:
-    """What a rank needs on its host; None: nothing rests there."""
-    placement, zero = placement_of(config), config.zero_optimization
-    if all(placement.of(kind).tier is Tier.DEVICE for kind in Kind):
-        return None
-    pins = all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block is not None)
-    here = find_seat(os.environ)
-    apart = device.type != "cpu"  # else training itself needs the cores, and as many threads as it was given
-    cores = cores_of(here.local_rank if here else 0, local_ranks(os.environ)) if apart else None
-    return HostSide(HostShelf(device, meter, pins=pins, limit=None), Ferry(device, meter), HostCrew(cores))
+    limits: Limits | None
 
 
 def build_units(
@@ -158,27 +150,31 @@ def build_units(
     names = frozenset((*leaf.names, *leaf_names(model)))
     rules = UnitRules(frozenset(leaf.classes), names, frozenset(leaf.name_suffixes))
     specs = find_units(describe(model, dtypes, membership.has), rules)
-    placements = _placements(specs, config)
-    filling = Filling(model, around.device)
+    placements = _placements(specs, config, around.limits)
+    group, device, meter, share, _ = around
+    largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.size).values()), default=0)
+    host = host_side(config, device, meter, largest)
+    homes = {name: Home(placement, group, device, meter, share, host) for name, placement in placements.items()}
+    filling = Filling(model, device)
     last = {spec.name: filling.last_owner([params[param.name] for param in spec.params]) for spec in specs}
     lazy = config.naught.lazy_weights
     units = {name: Unit(name, [], placement_of(config), lazy=False) for name in dict.fromkeys(("", *last))}  # in their own order
     for spec in sorted(specs, key=lambda spec: last[spec.name]):
         filling.fill_through(last[spec.name])
         placement, parts = placements[spec.name], []
-        for key, layout in segments(spec, world=around.group.size).items():
+        for key, layout in segments(spec, world=group.size).items():
             weights = dtypes[layout.slots[0].name]
             grads = GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights))
             types = Types(weights, grads, small_masters=config.naught.small_masters)
             members = [params[slot.name] for slot in layout.slots]
             groups = [membership.group_of(param) for param in members] if key.trainable else []
-            parts.append(Segment(list(map(filling.of, members)), layout, groups, types, Home(placement, *around)))
+            parts.append(Segment(list(map(filling.of, members)), layout, groups, types, homes[spec.name]))
         waits = placement.optim.tier is not Tier.DEVICE if lazy is None else lazy
         units[spec.name] = Unit(spec.name, parts, placement, lazy=waits)
     filling.fill_rest()
     membership.replace(filling.of)
     renew_loans(model, filling.of)
-    _settle_buffers(model, around.device, config)
+    _settle_buffers(model, device, config)
     return units
 
 
@@ -207,8 +203,25 @@ def _refuse_model(model: nn.Module) -> None:
             )
 
 
-def _placements(specs: Sequence[UnitSpec], config: Config) -> dict[str, Placement]:
-    """Each unit as the configuration says; but small ones stay whole, the smallest first, as far as there is room."""
+def _placements(specs: Sequence[UnitSpec], config: Config, limits: Limits | None) -> dict[str, Placement]:
+    """Each unit as the configuration says, within limits if it sets any."""
+    if limits is None:
+        return _by_stage(specs, config)
+    runs = [_run(spec) for spec in specs]
+    if config.naught.placement == "stage":
+        found = _by_stage(specs, config)
+        refuse_what_does_not_fit([PlacedRun(run, found[spec.name]) for run, spec in zip(runs, specs, strict=True)], limits)
+        return found
+    return dict(zip((spec.name for spec in specs), place_in_pool(runs, limits), strict=True))
+
+
+def _run(spec: UnitSpec) -> Run:
+    frozen = sum(param.numel for param in spec.params if not param.trainable)
+    return Run(spec.name, spec.numel, 1, frozen, outer=spec.name == "")
+
+
+def _by_stage(specs: Sequence[UnitSpec], config: Config) -> dict[str, Placement]:
+    """Each unit as the stage says; but small ones stay whole, the smallest first, as far as there is room."""
     zero, base = config.zero_optimization, placement_of(config)
     found = {spec.name: base for spec in specs}
     if base.param.split:

@@ -32,6 +32,7 @@ __all__ = [
     "gpu_facts",
     "is_out_of_memory",
     "keep_freed_pages",
+    "limit_memory",
     "mark",
     "nccl_version",
     "peak_bytes",
@@ -104,6 +105,13 @@ def forget_peak(device: torch.device) -> None:
     """Count the peak from here on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def limit_memory(device: torch.device, nbytes: int) -> None:
+    """From here on an accelerator's allocator gives this process no more than so much."""
+    if device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / whole), device)
 
 
 class Room(NamedTuple):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from naught.holding import STAGING_BYTES
+from naught.holding import staging_bytes
 from naught.job import ActivationBytes, Checkpointing, Job
+from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
 from naught.placement import Kind, Tier
 from naught.sizes import PlacedRun, resting_of, tiled
@@ -75,8 +76,10 @@ def forecast(
     memory[Tier.DEVICE][Category.GATHERED] += work.gathered
     memory[Tier.DEVICE][Category.BUFFERS] += work.device_buffers
     memory[Tier.HOST][Category.BUFFERS] += work.host_buffers
-    if not machine.unified and any(placement.of(kind).tier is Tier.HOST for _, placement in placed for kind in Kind):
-        memory[Tier.DEVICE][Category.BUFFERS] += STAGING_BYTES
+    if not machine.unified and machine.stages:
+        travels = [run for run, placement in placed if any(placement.of(kind).tier is Tier.HOST for kind in Kind)]
+        largest = max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
+        memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(largest) if travels else 0
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
     if not kept:

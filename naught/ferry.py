@@ -30,8 +30,8 @@ class Sent(NamedTuple):
 class _Slot:
     """A piece of staging, and when it was last copied from."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.room = torch.empty(STRETCH_NUMEL, dtype=torch.float32, device=device)
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.room = torch.empty(numel, dtype=torch.float32, device=device)
         self.free = here(device)
 
     def of(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -39,13 +39,14 @@ class _Slot:
 
 
 class Ferry:
-    """Carries sums of gradients down and weights up."""
+    """Carries sums of gradients down and weights up, none of them larger than `largest_numel`."""
 
-    def __init__(self, device: torch.device, meter: Meter) -> None:
+    def __init__(self, device: torch.device, meter: Meter, largest_numel: int) -> None:
         self.device, self.down, self.up = device, Lane(device), Lane(device)
         self.apart = device.type != "cpu"  # else all memory is one, and nothing is staged
-        self.slots = [_Slot(device) for _ in range(STAGING_SLOTS - 1 if self.apart else 0)]
-        self.landing = _Slot(device) if self.apart else None  # for what comes up and is cast
+        numel = min(STRETCH_NUMEL, largest_numel)
+        self.slots = [_Slot(numel, device) for _ in range(STAGING_SLOTS - 1 if self.apart else 0)]
+        self.landing = _Slot(numel, device) if self.apart else None  # for what comes up and is cast
         self.lock = threading.Lock()  # around the landing
         staged = [*self.slots, *([self.landing] if self.landing else [])]
         self.nbytes = sum(slot.room.nbytes for slot in staged)

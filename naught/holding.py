@@ -14,11 +14,25 @@ from typing import NamedTuple
 from naught.placement import Kind, Placement, Tier
 from naught.steps import Placements, Sizes, Step, UnitBytes, Verb
 
-__all__ = ["LIVES", "STAGING_BYTES", "STAGING_SLOTS", "STRETCH_NUMEL", "Buffer", "Life", "Peaks", "held_after_each", "simulate"]
+__all__ = [
+    "LIVES",
+    "STAGING_SLOTS",
+    "STRETCH_NUMEL",
+    "Buffer",
+    "Life",
+    "Peaks",
+    "held_after_each",
+    "simulate",
+    "staging_bytes",
+]
 
 # What goes between device and host goes in stretches of so many elements, through so many slots of 32 bits each.
 STRETCH_NUMEL, STAGING_SLOTS = 1 << 23, 4
-STAGING_BYTES = STAGING_SLOTS * STRETCH_NUMEL * 4
+
+
+def staging_bytes(largest_numel: int) -> int:
+    """Of all slots, where the largest part that travels has so many elements."""
+    return STAGING_SLOTS * min(STRETCH_NUMEL, largest_numel) * 4
 
 
 class Buffer(StrEnum):

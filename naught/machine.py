@@ -75,6 +75,7 @@ class Machine:
     network_bytes_s: float = 0.0  # what one rank sends in a collective; 0: what its GPU and the number of nodes suggest
     update_numel_s: float = 4e9  # AdamW on all cores of a node
     unified: bool = False  # no GPU: the device is the host's own memory, and there is no other
+    stages: bool = True  # what goes between host and device goes through buffers on the device
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1:

@@ -15,13 +15,13 @@ from naught import comm
 from naught.accelerator import get_accelerator
 from naught.accumulation import Accumulation
 from naught.agreement import agree, facts_of
-from naught.build import Surroundings, budgets_of, build_units, host_side, limits_of, refuse_what_is_not_there_yet
+from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
 from naught.comm import Group, Ledger, Mean
 from naught.comm.launch import find_seat
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
-from naught.devices import device_for, keep_freed_pages
+from naught.devices import device_for, keep_freed_pages, limit_memory
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
 from naught.membership import Membership
@@ -33,6 +33,7 @@ from naught.rates import RateSchedule
 from naught.rules import RULES
 from naught.schedule import Schedule
 from naught.stepping import Scheduler, Stepping
+from naught.tiers import limits_here
 from naught.watch import Watch
 
 __all__ = ["Started", "initialize"]
@@ -91,7 +92,7 @@ def initialize(
     accumulation = Accumulation(
         batch, group.size, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
     )
-    passes = _listen(model, settings, membership, group, watch, accumulation)
+    passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen))
     limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
     stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
     engine = Engine(model, settings, accumulation, passes, stepping, observer)
@@ -124,16 +125,30 @@ def _mean(settings: Config) -> Mean:
 
 
 def _listen(
-    model: nn.Module, settings: Config, membership: Membership, group: Group, watch: Watch, accumulation: Accumulation
+    model: nn.Module,
+    settings: Config,
+    membership: Membership,
+    group: Group,
+    watch: Watch,
+    accumulation: Accumulation,
+    moments: int,
 ) -> Passes:
     """Move the model into flats, and listen to it."""
-    precision = precision_of(settings, accumulation.steps)
-    host = host_side(settings, watch.device, watch.meter)
-    around = Surroundings(group, watch.device, watch.meter, accumulation.share, host)
+    precision, device = precision_of(settings, accumulation.steps), watch.device
+    with group.together():
+        limits = limits_here(settings, precision, moments, group.size, device, _bytes_on(device, model))
+        if settings.naught.gpu_memory is not None:
+            limit_memory(device, settings.naught.gpu_memory)
+    around = Surroundings(group, device, watch.meter, accumulation.share, limits)
     units = build_units(model, settings, precision, membership, around)
     schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
     keep_freed_pages(watch.device)
     return Passes(model, schedule, watch, accumulation.sums_over_ranks)
+
+
+def _moments(optimizer: Optimizer | None) -> int:
+    """How many numbers a rule remembers of each element."""
+    return 0 if optimizer is None else max(len(optimizer.rule.states(hyper)) for hyper in optimizer.param_groups)
 
 
 def _source(args: Any, *given: Source | None) -> Source:

@@ -36,7 +36,7 @@ LAYERS = [
     ["steps", "expansion", "holding", "moving", "plan"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
     ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "papers"],
-    ["advice", "showing"],
+    ["advice", "showing", "pooling"],
     [
         "config.read",
         "config.refused",
@@ -106,6 +106,7 @@ LAYERS = [
         "measuring.comm",
     ],
     ["claims", "hints", "membership", "foreign", "optimizer"],
+    ["tiers"],
     [
         "program",
         "schedule",
@@ -191,6 +192,7 @@ TORCH_ALLOWED = {
         "segment",
         "squares",
         "rounding",
+        "tiers",
         "shelves",
         "ferry",
         "host_crew",

@@ -45,14 +45,14 @@ def _pool(config: Config) -> Iterator[Conflict]:
     """The pool places every unit itself, and tiles are gathered one at a time: both need split parameters."""
     zero, ours = config.zero_optimization, config.naught
     if "zero_optimization.stage" not in config.auto and zero.stage < 3:
-        if ours.placement == "pooled":
-            yield Conflict(("naught.placement", "zero_optimization.stage"), "pooled needs stage 3", "set stage to 3")
+        if ours.placement != "stage":
+            yield Conflict(("naught.placement", "zero_optimization.stage"), f"{ours.placement} needs stage 3", "set stage to 3")
         if ours.tiles > 1:
             yield Conflict(("naught.tiles", "zero_optimization.stage"), "tiles need stage 3", "set stage to 3")
     for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
-        if ours.placement == "pooled" and block and block.device != "none":
+        if ours.placement != "stage" and block and block.device != "none":
             paths = ("naught.placement", f"zero_optimization.{name}")
-            yield Conflict(paths, f"pooled places every unit by itself, and {name} says where", "keep one of the two")
+            yield Conflict(paths, f"{ours.placement} places every unit by itself, and {name} says where", "keep one of the two")
 
 
 def _offload(config: Config) -> Iterator[Conflict]:

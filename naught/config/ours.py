@@ -12,6 +12,7 @@ from naught.config.types import (
     Key,
     Positive,
     Real,
+    Size,
     Text,
     Whole,
 )
@@ -21,9 +22,18 @@ __all__ = ["Naught"]
 
 class Naught(Block):
     placement: Annotated[
-        Literal["stage", "pooled"],
-        Key("stage: as zero_optimization says; pooled: each unit's states go to the nearest tier with room"),
+        Literal["stage", "auto", "pooled"],
+        Key("stage: as zero_optimization says; auto or pooled: each unit's states go to the nearest tier with room"),
     ] = "stage"
+    gpu_memory: Annotated[
+        Size | None, Key('device memory that a rank may have, such as "32GB"; null: what is free', "null limits nothing by stage")
+    ] = None
+    host_memory: Annotated[Size | None, Key("host memory that the ranks of a host may have for states; null: what is free")] = (
+        None
+    )
+    activation_memory: Annotated[
+        Size | None, Key("device memory that no states may have; null: a tenth of what a rank may have")
+    ] = None
     gradients: Annotated[
         Literal["follow", "device", "host", "disk"],
         Key("tier of split gradients; follow: host when the optimizer has left the device"),

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
 
+from naught.errors import UsageError
+from naught.quantity import parse_bytes
+
 __all__ = [
     "SAME",
     "Betas",
@@ -106,6 +109,16 @@ def _precision(value: Any) -> Any:
     return _PRECISIONS.get(lowered, lowered) if isinstance(lowered, str) else lowered
 
 
+def _nbytes(value: Any) -> Any:
+    """80GB and 1.5TiB are what people write; a bare number is bytes."""
+    if not isinstance(value, str):
+        return _whole(value)
+    try:
+        return parse_bytes(value)
+    except UsageError as error:
+        raise ValueError("not a size like 80GB or 125GiB") from error
+
+
 def any_case(*names: str) -> WithJsonSchema:
     """JSON Schema cannot say that case does not matter; these are the cases that people write."""
     return WithJsonSchema({"enum": [spelling for name in names for spelling in (name, name.capitalize(), name.upper())]})
@@ -116,6 +129,7 @@ Real = Annotated[float, BeforeValidator(_real)]
 Share = Annotated[Real, Field(ge=0, le=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 Count = Annotated[Whole, Field(ge=0)]
+Size = Annotated[int, BeforeValidator(_nbytes), Field(ge=1), WithJsonSchema({"type": ["integer", "string"]})]
 Flag = StrictBool
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Names = tuple[Text, ...]

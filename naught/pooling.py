@@ -1,0 +1,78 @@
+"""Pooling: where the units of a model rest within limits, by the planner's own reckoning; and what to do if they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from naught.advice import pool
+from naught.errors import PlacementError
+from naught.estimate import Forecast, forecast
+from naught.job import ActivationBytes, Checkpointing, Job
+from naught.machine import Machine
+from naught.placement import PLACEMENTS, Kind, Placement, Tier
+from naught.quantity import show_bytes
+from naught.shapes import Run
+from naught.sizes import PlacedRun
+
+__all__ = ["Limits", "place_in_pool", "refuse_what_does_not_fit"]
+
+_ON_DISK = "the next tier is the disk, which the engine cannot use yet"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one rank may have: its machine, what its job keeps of each parameter, and device memory that is for activations."""
+
+    machine: Machine
+    job: Job
+    activation_bytes: int
+
+    @property
+    def activations(self) -> ActivationBytes:
+        return ActivationBytes(self.activation_bytes, 0, 0, "what the configuration leaves to them", forward_flops=1)
+
+
+def place_in_pool(units: Sequence[Run], limits: Limits) -> list[Placement]:
+    """Use the device and the host as one memory: the states of each unit go to the nearest tier with room. The first ones of the
+    forward stay on the device, where they are updated at once, and the host has time for the rest."""
+    job = replace(limits.job, checkpointing=Checkpointing.NONE)
+    placed = pool(units, lambda _: limits.activations, replace(limits.machine, disk_bytes=0), job, automatic=False)
+    found = [placement for run, placement in placed for _ in range(run.repeat)]
+    if any(placement.of(kind).tier is Tier.DISK for placement in found for kind in Kind):
+        all_on_host = _forecast([PlacedRun(run, PLACEMENTS["infinity-host"]) for run in units], limits)
+        raise PlacementError(
+            f"the model does not fit; if all of its states were on the host, {_needs(all_on_host)}",
+            where="naught.placement",
+            fix=f"use more ranks, a smaller model or batch, or larger limits; {_ON_DISK}",
+        )
+    return found
+
+
+def refuse_what_does_not_fit(placed: Sequence[PlacedRun], limits: Limits) -> None:
+    """Before anything is allocated."""
+    found = _forecast(placed, limits)
+    if found.fits:
+        return
+    runs = [run for run, _ in placed]
+    uniform = {name: [PlacedRun(run, place) for run in runs] for name, place in PLACEMENTS.items()}
+    others = (name for name, rows in uniform.items() if "disk" not in name and _forecast(rows, limits).fits)
+    nearest = next(others, None)
+    fix = f"{nearest} would fit" if nearest else 'set naught.placement to "auto", which uses all tiers as one memory'
+    raise PlacementError(f"the plan does not fit: {_needs(found)}", where="naught.limits", fix=f"{fix}; or raise the limits")
+
+
+def _forecast(placed: Sequence[PlacedRun], limits: Limits) -> Forecast:
+    job = replace(limits.job, checkpointing=Checkpointing.NONE)
+    return forecast("run", placed, limits.activations, limits.machine, job)
+
+
+def _needs(found: Forecast) -> str:
+    """What each tier would hold, and may hold; and of what."""
+    parts = []
+    for tier in (Tier.DEVICE, Tier.HOST):
+        kinds = {category.value: nbytes for category, nbytes in found.memory[tier].items() if nbytes}
+        detail = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in kinds.items())
+        most = show_bytes(found.capacity[tier])
+        parts.append(f"the {tier} would hold {show_bytes(found.total(tier))} of {most}" + (f" ({detail})" if detail else ""))
+    return "; ".join(parts)
