@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from naught.errors import PlanError
-from naught.placement import Kind, Placement, Tier
+from naught.placement import Kind, Tier
 from naught.steps import EVERY_UNIT, Event, Moment, Pass, Placements, Sizes, Step, Verb
 
 __all__ = ["expand"]
@@ -70,7 +70,7 @@ class _Expansion:
             on_top = unit in self.reduced or not self.which.first
             if placement.grad.tier is Tier.DISK and on_top:
                 self._add(unit, Kind.GRAD, Verb.READ)
-            self._add(unit, Kind.GRAD, Verb.REDUCE, Verb.SETTLE, *_STASH[_resting(placement)])
+            self._add(unit, Kind.GRAD, Verb.REDUCE, Verb.SETTLE, *_STASH[placement.sums_rest])
             self.reduced.add(unit)
             if self.which.last and self.which.eager and for_good:
                 self._update(unit)
@@ -88,7 +88,7 @@ class _Expansion:
         """Bring gradient and states to where the update runs, and new weights to where they rest."""
         placement = self.placements[unit]
         on_device = placement.optim.tier is Tier.DEVICE
-        grad, param = _resting(placement), placement.param.tier
+        grad, param = placement.sums_rest, placement.param.tier
         if grad is Tier.DISK:
             self._add(unit, Kind.GRAD, Verb.READ)
         if on_device and grad is not Tier.DEVICE:
@@ -113,12 +113,6 @@ class _Expansion:
 
     def _add(self, unit: str, kind: Kind, *verbs: Verb) -> None:
         self.steps += [Step(verb, kind, unit) for verb in verbs]
-
-
-def _resting(placement: Placement) -> Tier:
-    """Where a sum of gradients waits: where it rests, but no farther from its update than the host."""
-    leaves = placement.grad.tier is Tier.DEVICE and placement.optim.tier is not Tier.DEVICE
-    return Tier.HOST if leaves else placement.grad.tier
 
 
 _FETCH = {

@@ -11,19 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from naught.block_norms import norms_of
 from naught.flat import Meter
 from naught.holding import STAGING_SLOTS, STRETCH_NUMEL, Buffer
 from naught.rounding import Rounds
-from naught.squares import squares_of
 from naught.streams import Lane, Point, here
 
 __all__ = ["Arrival", "Ferry", "Sent"]
 
 
 class Sent(NamedTuple):
-    """A sum that is on its way to the host: its squares, by block, and when it is there."""
+    """A sum that is on its way to the host: the norms of its blocks, and when it is there."""
 
-    squares: Tensor
+    norms: list[Tensor]
     arrived: Point
 
 
@@ -55,15 +55,14 @@ class Ferry:
     def send(self, part: Tensor, home: Tensor, dtype: torch.dtype, *, onto: bool) -> Sent:
         """Bring a sum to its home on the host, or add it to the one that is there. It is kept in one type and may rest in a
         wider one. The part may be let go at once."""
-        squares = []
+        norms: list[Tensor] = []
         for piece, place in zip(_stretches(part), _stretches(home), strict=True):
             total = piece.to(dtype)
             if onto:
                 total = place.to(self.device, non_blocking=True).to(dtype).add_(piece)
-            squares.append(squares_of(total))
+            norms += norms_of(total)
             self._land(total, place)
-        found = torch.cat(squares) if squares else squares_of(part)
-        return Sent(found, self.down.point())
+        return Sent(norms, self.down.point())
 
     def _land(self, total: Tensor, place: Tensor) -> None:
         if not self.apart:

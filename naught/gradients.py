@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from naught.block_norms import norms_of
 from naught.comm import Group, Pending
 from naught.flat import Flat, Meter
 from naught.holding import Buffer
 from naught.layout import Layout
 from naught.placement import Placement
-from naught.squares import squares_of
 
 __all__ = ["Content", "DeviceSum", "GradTypes", "Gradients", "Sum"]
 
@@ -47,8 +47,8 @@ class Sum(Protocol):
     @property
     def value(self) -> Tensor | None: ...
 
-    def squares(self, part: slice | None) -> Tensor:
-        """Sums of the squares of a part of it, or of all, by block, on the device."""
+    def norms(self, part: slice | None) -> list[Tensor]:
+        """Norms of the blocks of a part of it, or of all, on the device."""
 
     def add(self, part: Tensor) -> None: ...
 
@@ -69,9 +69,9 @@ class DeviceSum:
     def empty(self) -> bool:
         return self.value is None
 
-    def squares(self, part: slice | None) -> Tensor:
+    def norms(self, part: slice | None) -> list[Tensor]:
         assert self.value is not None
-        return squares_of(self.value if part is None else self.value[part])
+        return norms_of(self.value if part is None else self.value[part])
 
     def add(self, part: Tensor) -> None:
         if self.value is None:
@@ -81,7 +81,7 @@ class DeviceSum:
             self.value.add_(part)
 
     def rewritten(self) -> None:
-        """Its squares are taken when they are wanted."""
+        """Its norm is taken when it is wanted."""
 
     def drop(self) -> None:
         if self.value is not None:
@@ -229,14 +229,14 @@ class Gradients:
             self._set_aside()
         return self.owned.value
 
-    def squares(self) -> Tensor | None:
-        """Of this rank's slice of the sum, by block; None if nothing was reduced."""
+    def norms(self) -> list[Tensor]:
+        """Of the blocks of this rank's slice of the sum; none if nothing was reduced."""
         if self.content is Content.SUM and self.owned.empty:
-            return squares_of(self.mine)
+            return norms_of(self.mine)
         if self.content is Content.SUM:
             self._set_aside()
         everything = self.placement.optim.split
-        return None if self.owned.empty else self.owned.squares(None if everything else self.shard)
+        return [] if self.owned.empty else self.owned.norms(None if everything else self.shard)
 
     def rewritten(self) -> None:
         """Somebody has written to the sum."""

@@ -145,7 +145,7 @@ def simulate(steps: Iterable[Step], placements: Placements, sizes: Sizes) -> Pea
         accounts = [("buffer", buffer.value)]
         if tier:
             accounts.append(("tier", tier.value))
-            if _RESTING_ON.get(buffer) is not placements[unit].grad.tier:
+            if _RESTING_ON.get(buffer) is not placements[unit].sums_rest:
                 accounts.append(("passing", tier.value))
         for account in accounts:
             held[account] += nbytes

@@ -3,8 +3,10 @@ when it is done with one: none waits for another, as in a loop that is divided a
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,6 +25,16 @@ def cores_of(place: int, ranks: int) -> list[int]:
     share = max(1, len(cores) // ranks)
     first = place * share % len(cores)
     return cores[first : first + max(1, share - -(-share // _SPARE))]
+
+
+_CREWS: weakref.WeakSet[HostCrew] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A process does not end in the middle of an update."""
+    for crew in list(_CREWS):
+        crew.stop()
 
 
 class _Job:
@@ -45,6 +57,7 @@ class HostCrew:
         self.stopped = False
         self.own = threading.local()
         self.threads: list[threading.Thread] = []
+        _CREWS.add(self)
 
     def ask(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
         """Have something done to each of so many pieces; returns at once."""

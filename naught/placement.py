@@ -73,6 +73,12 @@ class Placement:
         """Whether a sum of gradients leaves its flat at once, for where it rests or for where it is used."""
         return self.grad.split or self.optim.tier is not Tier.DEVICE
 
+    @property
+    def sums_rest(self) -> Tier:
+        """Where a sum of gradients waits for its update: where gradients rest, but no farther from it than the host."""
+        leaves = self.grad.tier is Tier.DEVICE and self.optim.tier is not Tier.DEVICE
+        return Tier.HOST if leaves else self.grad.tier
+
     def of(self, kind: Kind) -> Place:
         return {Kind.PARAM: self.param, Kind.GRAD: self.grad, Kind.OPTIM: self.optim}[kind]
 

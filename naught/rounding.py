@@ -45,8 +45,5 @@ def fold(wide: Tensor, weights: Tensor, rest: Tensor) -> None:
 
 def unfold(weights: Tensor, rest: Tensor) -> Tensor:
     """The 32-bit numbers that weights and rests are."""
-    wide = torch.empty(rest.shape, dtype=torch.float32, device=rest.device)
-    halves = wide.view(torch.int16).view(-1, 2)
-    halves[:, _LOW].copy_(rest)
-    torch.add(weights.view(torch.int16), rest >> 15, out=halves[:, _HIGH])
-    return wide
+    upper = weights.view(torch.int16).to(torch.int32)
+    return torch.add(rest, upper, alpha=1 << 16, out=upper).view(torch.float32)

@@ -135,10 +135,9 @@ def _listen(
 ) -> Passes:
     """Move the model into flats, and listen to it."""
     precision, device = precision_of(settings, accumulation.steps), watch.device
-    with group.together():
-        limits = limits_here(settings, precision, moments, group.size, device, _bytes_on(device, model))
-        if settings.naught.gpu_memory is not None:
-            limit_memory(device, settings.naught.gpu_memory)
+    limits = limits_here(settings, precision, moments, group, device, _bytes_on(device, model))
+    if settings.naught.gpu_memory is not None:
+        limit_memory(device, settings.naught.gpu_memory)
     around = Surroundings(group, device, watch.meter, accumulation.share, limits)
     units = build_units(model, settings, precision, membership, around)
     schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))

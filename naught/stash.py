@@ -7,16 +7,16 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from naught.block_norms import norms_of
 from naught.ferry import Ferry, Sent
 from naught.shelves import Shelf
-from naught.squares import squares_of
 
 __all__ = ["HostSum"]
 
 
 class HostSum:
-    """Leaves the device as soon as it is there. Its squares are taken on the way, by the same kernel as those of a sum that
-    stays, so that the norm is the same."""
+    """Leaves the device as soon as it is there. Its norm is taken on the way, by the same kernel as that of a sum that stays,
+    so that it is the same."""
 
     def __init__(self, numel: int, dtype: torch.dtype, ferry: Ferry, shelf: Shelf) -> None:
         self.dtype, self.ferry = dtype, ferry
@@ -35,10 +35,10 @@ class HostSum:
         self.sent.arrived.wait()
         return self.home
 
-    def squares(self, part: slice | None) -> Tensor:
+    def norms(self, part: slice | None) -> list[Tensor]:
         assert part is None, "whole sums do not leave the device"
         assert self.sent is not None
-        return self.sent.squares
+        return self.sent.norms
 
     def add(self, part: Tensor) -> None:
         if self.reader is not None:
@@ -49,7 +49,7 @@ class HostSum:
     def rewritten(self) -> None:
         """Somebody has written to its home."""
         assert self.sent is not None
-        self.sent = self.sent._replace(squares=squares_of(self.home).to(self.ferry.device))
+        self.sent = self.sent._replace(norms=[norms.to(self.ferry.device) for norms in norms_of(self.home)])
 
     def drop(self) -> None:
         self.sent = None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from naught.comm import Group
 from naught.comm.launch import find_seat, local_ranks
 from naught.config import Config, placement_of
 from naught.devices import free_host_bytes, room_on
@@ -25,7 +26,9 @@ from naught.shelves import HostShelf
 __all__ = ["host_side", "limits_here"]
 
 
-def limits_here(config: Config, precision: Precision, moments: int, world: int, device: torch.device, own: int) -> Limits | None:
+def limits_here(
+    config: Config, precision: Precision, moments: int, group: Group, device: torch.device, own: int
+) -> Limits | None:
     """What a rank of this process's kind may have; None: it is placed by stage, and nothing limits it. `moments` is how many
     numbers the rule remembers of each element, and `own` what the model takes on the device already."""
     ours, here = config.naught, local_ranks(os.environ)
@@ -33,17 +36,18 @@ def limits_here(config: Config, precision: Precision, moments: int, world: int, 
         return None
     room, apart = room_on(device), device.type != "cpu"
     free = room.free // (1 if apart else here) + (room.kept or 0) + own
-    gpu = ours.gpu_memory or free
+    mine = torch.tensor([ours.gpu_memory or free, ours.host_memory or free_host_bytes()])
+    gpu, host = group.exchange(mine).amin(0).tolist()  # all ranks place alike: none counts on more than another has
     machine = detect()[0]
     wide = precision.weights.itemsize
     master = 0 if precision.weights is torch.float32 else 2 if ours.small_masters else 4
     return Limits(
         replace(
             machine,
-            ranks=world,
-            ranks_per_node=min(here, world),
+            ranks=group.size,
+            ranks_per_node=min(here, group.size),
             gpu=machine.gpu._replace(memory_bytes=gpu),
-            host_bytes=ours.host_memory or free_host_bytes(),
+            host_bytes=host,
             stages=apart,
             unified=not apart and ours.gpu_memory is None,
         ),

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from naught.block_norms import in_order
 from naught.comm import Group
 from naught.errors import UsageError
 from naught.husks import Husks, check_husks, untouched
 from naught.rules import Part
 from naught.segment import Segment
-from naught.squares import in_order
 from naught.stash import HostSum
 from naught.states import Updating
 from naught.unit import Unit
@@ -25,7 +25,7 @@ __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
-_HOST_NUMEL = 1 << 19  # that a thread updates at a time on the host: what is widened stays in its cache
+_HOST_NUMEL = 1 << 21  # that a thread updates at a time on the host: with less, threads wait for each other's Python
 
 
 class Norm(NamedTuple):
@@ -67,9 +67,9 @@ def update(
     """
     trained = [segment for unit in units for segment in unit.trained]
     used = [flag for segment in trained for flag in segment.grads.used]
-    fault, squares = _look(trained, _husks(units))
+    fault, square = _look(trained, _husks(units))
     amiss = amiss or fault
-    rows = group.exchange(torch.tensor([amiss is not None, squares, *used], dtype=torch.float64))
+    rows = group.exchange(torch.tensor([amiss is not None, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
         group.raise_together(amiss)
     norm = Norm(_root(rows[:, 1].tolist()) / scale)
@@ -113,10 +113,10 @@ def misused(units: Sequence[Unit]) -> UsageError | None:
 def _look(trained: Sequence[Segment], husks: Sequence[Husks]) -> tuple[UsageError | None, float]:
     """Whether a husk was written to, and the sum of squares of this rank's slices: the same at every stage and on every tier.
     This is where the host waits for its device."""
-    found = [squares for segment in trained if (squares := segment.grads.squares()) is not None]
+    found = [norms for segment in trained for norms in segment.grads.norms()]
     if husks:
         found.append(untouched(husks).double().reshape(1))
-    numbers: list[float] = torch.cat(found).tolist() if found else []
+    numbers: list[float] = torch.cat(found).square_().tolist() if found else []
     fault = None
     if husks and not numbers.pop():
         try:

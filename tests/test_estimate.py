@@ -50,9 +50,15 @@ def test_states_are_the_papers_plus_padding(runs, placement, ranks, dtype):
     found = forecast("x", [PlacedRun(run, placement) for run in runs], NOTHING, machine_of(ranks), job)
     padded = sum(pad(run.numel, ranks, ALIGN_NUMEL) * run.repeat for run in runs)
     # 32-bit weights on the device are their own masters, but an update elsewhere needs a copy of them there.
-    copied = dtype == "fp32" and placement.param.tier is Tier.DEVICE and placement.optim.tier is not Tier.DEVICE
+    param, grad, optim = (placement.of(kind).tier for kind in Kind)
+    copied = dtype == "fp32" and (optim is Tier.HOST or (param is Tier.DEVICE and optim is not Tier.DEVICE))
     wanted = job.recipe._replace(master=4) if copied else job.recipe
-    assert states_of(found) == state_bytes(padded, placement, ranks, wanted)
+    more = 0
+    if optim is Tier.HOST and param is Tier.HOST:
+        more -= job.recipe.weight * padded // ranks  # weights that rest there are made of their masters
+    if optim is Tier.HOST and grad is Tier.DEVICE:
+        more += job.recipe.grad * padded // ranks  # sums wait for the update there
+    assert states_of(found) == state_bytes(padded, placement, ranks, wanted) + more
 
 
 @given(run_lists, placements, st.sampled_from([2, 4]), st.integers(1, 3))
@@ -105,7 +111,7 @@ def mixtures(draw) -> list[PlacedRun]:
 
 @given(mixtures(), st.sampled_from([1, 2]))
 def test_the_working_set_is_that_of_the_whole_model(placed, ranks):
-    found = forecast("x", placed, NOTHING, machine_of(ranks), Job())
+    found = forecast("x", placed, NOTHING, replace(machine_of(ranks), stages=False), Job())
     whole = whole_working_set(tuple(placed), ranks, Job())
     assert found.memory[Tier.DEVICE][Category.GATHERED] == whole.gathered
     assert found.memory[Tier.DEVICE][Category.BUFFERS] == whole.device_buffers
@@ -133,6 +139,8 @@ def test_traffic_between_the_tiers_is_what_the_plan_would_move(placed, ranks, ac
     for at in range(accumulation):
         which = Pass(first=at == 0, last=at == accumulation - 1)
         for step in compile_plan(events, where, sizes, budgets=Budgets(), which=which).steps:
+            if step.verb is Verb.GATHER and where[step.unit].param.split and where[step.unit].param.tier is not Tier.DEVICE:
+                moved[Verb.LOAD] += shards[step.unit] * wire[Kind.PARAM]  # a gather brings its own shard up first
             if step.verb in moved:
                 size = wire if step.verb in (Verb.LOAD, Verb.STORE) else kept
                 moved[step.verb] += shards[step.unit] * size[step.kind]
@@ -140,9 +148,22 @@ def test_traffic_between_the_tiers_is_what_the_plan_would_move(placed, ranks, ac
     assert found.disk_bytes == moved[Verb.READ] + moved[Verb.WRITE]
 
 
+def test_what_travels_is_staged_in_buffers_of_a_constant_size():
+    for numel, wanted in ((64 * 1000, 4 * 4 * 64 * 500), (64 << 20, 4 * 4 << 23)):
+        placed = [PlacedRun(Run("block", numel, 3), PLACEMENTS["stage2-offload"])]
+        found = forecast("x", placed, NOTHING, machine_of(2), Job())
+        assert found.memory[Tier.DEVICE][Category.BUFFERS] == wanted
+
+
+def test_a_rank_alone_gathers_nothing():
+    placed = [PlacedRun(Run("block", 64 * 1000, 10), PLACEMENTS["stage3"])]
+    found = forecast("x", placed, NOTHING, machine_of(1), Job())
+    assert found.memory[Tier.DEVICE][Category.GATHERED] == 2 * 2 * 64 * 1000  # two gradient flats, one under way
+
+
 def test_double_buffering_is_the_working_set_of_stage_3():
     numel = 64 * 1000
-    found = forecast("x", [PlacedRun(Run("block", numel, 10), PLACEMENTS["stage3"])], NOTHING, machine_of(1), Job())
+    found = forecast("x", [PlacedRun(Run("block", numel, 10), PLACEMENTS["stage3"])], NOTHING, machine_of(2), Job())
     assert (
         found.memory[Tier.DEVICE][Category.GATHERED] == 4 * 2 * numel
     )  # two gathered units and two gradient flats, one under way
@@ -173,7 +194,7 @@ def test_frozen_weights_on_disk_are_read_and_never_written():
 def test_an_outer_unit_is_held_beside_the_others():
     numel = 64 * 1000
     runs = [Run("root", numel, outer=True), Run("block", numel, 10)]
-    found = forecast("x", [PlacedRun(run, PLACEMENTS["stage3"]) for run in runs], NOTHING, machine_of(1), Job())
+    found = forecast("x", [PlacedRun(run, PLACEMENTS["stage3"]) for run in runs], NOTHING, machine_of(2), Job())
     assert found.memory[Tier.DEVICE][Category.GATHERED] == 6 * 2 * numel  # its weights and gradients as well
 
 

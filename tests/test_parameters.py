@@ -200,7 +200,7 @@ def test_a_use_that_begins_later_costs_one_step_and_is_then_found(caplog):
             return Functional.loss(self, x, ids) if self.late else Plain.loss(self, x, ids)
 
     torch.manual_seed(0)
-    engine = engine_of(Late(), config_of(3))
+    engine = engine_of(Late(), config_of(3, offload_param={"device": "cpu"}))  # weights that are never kept
     take_steps(engine, 2)
     engine.module.late = True
     take_steps(engine, 1)
@@ -419,7 +419,7 @@ def test_a_model_on_the_meta_device_is_never_whole():
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Plain(layers=12)
-    engine = initialize(model=model, config=config_of(3))[0]
+    engine = initialize(model=model, config=config_of(3, offload_param={"device": "cpu"}))[0]
     sizes = [unit.sizes().weights for unit in engine.schedule.units.values()]
     assert engine.report()["peak"]["gathered weights"] < sum(sizes) / 4
 

@@ -193,7 +193,8 @@ def model_states(stage: int) -> tuple[int, int]:
     engine.passes.close()  # as the step that follows would begin
     live = engine.report()["live"]
     names = ("weights", "whole gradients", "owned gradients", "masters", "states")
-    return sum(live.get(name, 0) for name in names), sum(unit.sizes().weights // 2 for unit in engine.schedule.units.values())
+    segments = (segment for unit in engine.schedule.units.values() for segment in unit.segments)
+    return sum(live.get(name, 0) for name in names), sum(segment.layout.numel for segment in segments)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -93,7 +93,7 @@ LAYERS = [
         "comm",
         "flat",
     ],
-    ["squares", "rounding", "shelves", "ferry", "host_crew", "stash"],
+    ["block_norms", "rounding", "shelves", "ferry", "host_crew", "stash"],
     ["shortage", "stall", "husks", "guard", "weights", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",
@@ -190,7 +190,7 @@ TORCH_ALLOWED = {
         "rules",
         "states",
         "segment",
-        "squares",
+        "block_norms",
         "rounding",
         "tiers",
         "shelves",

@@ -95,8 +95,7 @@ def digest_of_moments(engine: Engine) -> str:
     found: list[Tensor] = []
     for unit in engine.schedule.units.values():
         for segment in unit.segments:
-            masters = {} if segment.states.masters is None else {"masters": segment.states.masters}
-            for _, state in sorted((segment.states.moments | masters).items()):
+            for _, state in sorted((segment.states.moments | {"weights": segment.exact}).items()):
                 whole = state if not unit.placement.optim.split else engine.schedule.group.exchange(state).flatten()
                 found += [whole[slot.span.start : slot.span.stop] for slot in segment.layout.slots]
     return digest(found)

@@ -158,9 +158,7 @@ def add_train(commands: Any) -> None:
     short = parser.add_argument_group("short forms of configuration keys")
     short.add_argument("--stage", type=int, choices=range(4), help="zero_optimization.stage")
     short.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="fp16.enabled and bf16.enabled")
-    short.add_argument(
-        "--offload", action="store_true", help="offload_optimizer to the CPU, at stage 3 offload_param too (not in this release)"
-    )
+    short.add_argument("--offload", action="store_true", help="offload_optimizer to the CPU, at stage 3 offload_param too")
     short.add_argument("--keep", type=int, metavar="N", help="naught.keep_last: how many of the newest checkpoints stay")
     short.add_argument("--name", help="train.name: of the run's folder")
     ranks = parser.add_argument_group("ranks")
