@@ -49,9 +49,11 @@ class Forecast:
     times: Times
     checkpointing: Checkpointing
     tiles: int = 1
+    never_together: int = 0  # of the device's, for gradients come as activations go
 
     def total(self, tier: Tier) -> int:
-        return sum(self.memory[tier].values())
+        """The most that is held at once."""
+        return sum(self.memory[tier].values()) - (self.never_together if tier is Tier.DEVICE else 0)
 
     @property
     def fits(self) -> bool:
@@ -89,6 +91,9 @@ def forecast(
         for category in Category:
             memory[Tier.DEVICE][category] += memory[Tier.HOST][category]
             memory[Tier.HOST][category] = 0
+    cells = memory[Tier.DEVICE]
+    going = cells[Category.ACTIVATIONS] + cells[Category.CHECKPOINTS]
+    coming = cells[Category.GRADIENTS] if job.accumulation == 1 else 0  # else they are there from the first micro-batch on
     traffic = traffic_of(placed, activations, machine.ranks, job)
     return Forecast(
         name=name,
@@ -100,4 +105,5 @@ def forecast(
         times=times_of(placed, traffic, activations.forward_flops, machine, job),
         checkpointing=job.checkpointing,
         tiles=tiles,
+        never_together=min(coming, going),
     )

@@ -61,7 +61,7 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
     )
     memory = {category.value: nbytes for category, nbytes in found.memory[Tier.DEVICE].items()}
     flops = activations.forward_flops and activations.forward_flops * (1 + _BACKWARD) * batch.accumulation
-    return Expected(memory, sum(memory.values()), whole.total(Tier.DEVICE), dict(found.volume), flops)
+    return Expected(memory, found.total(Tier.DEVICE), whole.total(Tier.DEVICE), dict(found.volume), flops)
 
 
 def dtype_of(recipe: Recipe) -> str:
