@@ -93,7 +93,8 @@ def forecast(
             memory[Tier.HOST][category] = 0
     cells = memory[Tier.DEVICE]
     going = cells[Category.ACTIVATIONS] + cells[Category.CHECKPOINTS]
-    coming = cells[Category.GRADIENTS] if job.accumulation == 1 else 0  # else they are there from the first micro-batch on
+    resting = cells[Category.GRADIENTS] if job.accumulation == 1 else 0  # else they are there from the first micro-batch on
+    coming = resting + work.flats
     traffic = traffic_of(placed, activations, machine.ranks, job)
     return Forecast(
         name=name,

@@ -27,8 +27,6 @@ from naught.units import UnitRules, UnitSpec, find_units
 
 __all__ = ["trace_activations"]
 
-_WIDE = 4  # bytes of a 32-bit float
-
 
 def trace_activations(
     module: nn.Module,
@@ -44,7 +42,7 @@ def trace_activations(
     its weights and floating inputs had this type.
     """
     rows = _rows(module, find_units(describe(module), rules))
-    ledger = _Ledger(narrow=floats is not None and floats.itemsize < _WIDE)
+    ledger = _Ledger()
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         for row in rows:
@@ -118,7 +116,6 @@ class _Call:
 class _Ledger:
     """What autograd saved and the operators computed, by call; each storage once."""
 
-    narrow: bool  # whether the module computes in 16 bits
     outside: _Call = field(default_factory=_Call)
     calls: list[_Call] = field(default_factory=list)
     current: _Call | None = None
@@ -133,8 +130,7 @@ class _Ledger:
             nbytes = tensor.untyped_storage().nbytes()
             (self.current or self.outside).saved += nbytes
             if self.current is None and tensor.is_floating_point():
-                casts = self.narrow and tensor.dtype.itemsize >= _WIDE  # its gradient is cast back to 16 bits
-                self.widest = max(self.widest, nbytes + (nbytes // 2 if casts else 0))
+                self.widest = max(self.widest, nbytes)
         return tensor
 
     @contextmanager
@@ -172,7 +168,7 @@ class _Ledger:
             checkpoints=sum(call.inputs for call in self.calls),
             source="a trace on fake tensors",
             forward_flops=outside_flops + sum(call.flops for call in self.calls),
-            gradient=self.widest,
+            gradient=2 * self.widest,  # of its output and of its input
         )
 
 

@@ -21,9 +21,12 @@ __all__ = ["Work", "whole_working_set", "working_set"]
 
 
 class Work(NamedTuple):
+    """`flats` is what of the gathered only a backward holds."""
+
     gathered: int
     device_buffers: int
     host_buffers: int
+    flats: int
 
 
 def working_set(placed: Sequence[PlacedRun], world: int, job: Job) -> Work:
@@ -56,7 +59,10 @@ def whole_working_set(placed: tuple[PlacedRun, ...], world: int, job: Job) -> Wo
     plan = compile_plan(_one_pass(outer, inner), placements, sizes, budgets=budgets, which=Pass())
     peaks = simulate(plan.steps, placements, sizes)
     staging = peaks.buffers[Buffer.LOADED_GRADS] + peaks.buffers[Buffer.SCRATCH]
-    return Work(max(0, peaks.passing[Tier.DEVICE] - staging), staging, peaks.passing[Tier.HOST])
+    # Where whole gradients are collected, the latest is there twice for a moment.
+    twice = max((size.grads for unit, size in sizes.items() if size.trained and not placements[unit].sums_leave), default=0)
+    gathered = max(0, peaks.passing[Tier.DEVICE] - staging) + twice
+    return Work(gathered, staging, peaks.passing[Tier.HOST], min(gathered, peaks.buffers[Buffer.GRAD_FLATS] + twice))
 
 
 def _one_pass(outer: Sequence[str], inner: Sequence[str]) -> list[Event]:
@@ -70,15 +76,15 @@ def _one_pass(outer: Sequence[str], inner: Sequence[str]) -> list[Event]:
 
 
 def _one_ahead(outer: Sequence[UnitBytes], inner: Sequence[UnitBytes]) -> Budgets:
-    """Room for the outer units, the one in use and the next."""
+    """Room for two of the largest ahead of their use, as the engine has it, and for the states of the one in use and the next."""
 
     def pair(nbytes: Callable[[UnitBytes], int]) -> int:
         return max((nbytes(a) + nbytes(b) for a, b in pairwise(inner)), default=0)
 
-    weights = pair(lambda size: size.weights)
+    everything = [*outer, *inner]
     return Budgets(
-        ahead_bytes=weights,
-        live_bytes=weights + sum(size.weights for size in outer),
+        ahead_bytes=2 * max((size.weights for size in everything), default=0),
+        live_bytes=sum(size.weights for size in everything),
         load_bytes=pair(lambda size: size.weight_shard),
         read_weight_bytes=pair(lambda size: size.weight_shard),
         read_state_bytes=pair(lambda size: size.state_shard),

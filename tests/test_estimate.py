@@ -148,6 +148,19 @@ def test_traffic_between_the_tiers_is_what_the_plan_would_move(placed, ranks, ac
     assert found.disk_bytes == moved[Verb.READ] + moved[Verb.WRITE]
 
 
+def test_gradients_come_as_activations_go_and_only_the_larger_counts():
+    run = PlacedRun(Run("block", 64 * 1000, 10), PLACEMENTS["stage2"])
+    for full in (10**3, 10**9):
+        kept = ActivationBytes(full, 0, 0, "given")
+        for accumulation in (1, 2):
+            job = Job(accumulation=accumulation, checkpointing=Checkpointing.NONE)
+            found = forecast("x", [run], kept, machine_of(1), job)
+            cells = found.memory[Tier.DEVICE]
+            flats = 2 * 2 * 64 * 1000
+            coming = flats + (cells[Category.GRADIENTS] if accumulation == 1 else 0)
+            assert found.total(Tier.DEVICE) == sum(cells.values()) - min(full, coming)
+
+
 def test_what_travels_is_staged_in_buffers_of_a_constant_size():
     for numel, wanted in ((64 * 1000, 4 * 4 * 64 * 500), (64 << 20, 4 * 4 << 23)):
         placed = [PlacedRun(Run("block", numel, 3), PLACEMENTS["stage2-offload"])]
@@ -165,8 +178,8 @@ def test_double_buffering_is_the_working_set_of_stage_3():
     numel = 64 * 1000
     found = forecast("x", [PlacedRun(Run("block", numel, 10), PLACEMENTS["stage3"])], NOTHING, machine_of(2), Job())
     assert (
-        found.memory[Tier.DEVICE][Category.GATHERED] == 4 * 2 * numel
-    )  # two gathered units and two gradient flats, one under way
+        found.memory[Tier.DEVICE][Category.GATHERED] == 5 * 2 * numel
+    )  # one unit in use and two ahead of theirs, and two gradient flats, one under way
 
 
 def test_states_on_disk_pass_through_the_host_one_unit_ahead():
@@ -195,7 +208,7 @@ def test_an_outer_unit_is_held_beside_the_others():
     numel = 64 * 1000
     runs = [Run("root", numel, outer=True), Run("block", numel, 10)]
     found = forecast("x", [PlacedRun(run, PLACEMENTS["stage3"]) for run in runs], NOTHING, machine_of(2), Job())
-    assert found.memory[Tier.DEVICE][Category.GATHERED] == 6 * 2 * numel  # its weights and gradients as well
+    assert found.memory[Tier.DEVICE][Category.GATHERED] == 7 * 2 * numel  # its weights and gradients as well
 
 
 def test_frozen_parameters_have_neither_gradients_nor_states():

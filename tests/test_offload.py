@@ -29,6 +29,7 @@ from naught.host_crew import HostCrew, cores_of
 from naught.placement import Tier
 from naught.rounding import fold, half_up, unfold
 
+ON_GPU = str(DEVICE) != "cpu"
 HOST = {"device": "cpu"}
 PLACES = {
     "stage1-offload": (1, {"offload_optimizer": HOST}),
@@ -43,17 +44,32 @@ SMALL = BF16 | {"naught": {"small_masters": True}}
 BOTH = {"stage3_param_persistence_threshold": 0, "offload_optimizer": HOST, "offload_param": HOST}
 
 
+# On a GPU what rests on the host is updated by another kernel than what rests on the device: one training there is the other
+# within a bound, and to the last bit only among placements that update in the same place.
+REMOTE = ("stage1-offload", "stage2-offload", "stage3-offload", "infinity-host")
+on_one_device = pytest.mark.skipif(ON_GPU, reason="the host's kernel is not the device's")
+
+
+def near_of(place: str) -> dict:
+    """What is the same to the last bit with all states near."""
+    return {"offload_optimizer": HOST} if ON_GPU and place in REMOTE else {}
+
+
 # --- bit for bit ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_the_same_wherever_states_rest(two, name):
     near = two.run(train, name, 2, clip=0.5)
-    for place in PLACES if SOAK else ("stage2-offload", "infinity-host"):
+    same = two.run(train, name, 2, clip=0.5, **near_of("stage2-offload"))
+    for place in PLACES if SOAK and not ON_GPU else ("stage2-offload", "infinity-host"):
         stage, zero = PLACES[place]
         far = two.run(train, name, stage, clip=0.5, **zero)
         assert_ranks_agree([far])
-        assert far == near, place
+        assert far == same, place
+        if name != "experts_by_rank_and_batch":  # a last bit may choose another expert
+            for ours, theirs in zip(far, near, strict=True):
+                assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
 
 
 SELECTION = [
@@ -81,7 +97,10 @@ SELECTION = [
 def test_more_ranks_micro_batches_and_precisions(worlds, name, size, accumulation, clip, place, more):
     stage, zero = PLACES[place]
     options = {"accumulation": accumulation, "clip": clip, "more": more}
-    assert worlds[size].run(train, name, stage, **options, **zero) == worlds[size].run(train, name, stage, **options)
+    if ON_GPU and place == "half":
+        pytest.skip("half of it is updated by another kernel")
+    near = worlds[size].run(train, name, stage, **options, **near_of(place))
+    assert worlds[size].run(train, name, stage, **options, **zero) == near
 
 
 def held_on_host(more: dict, accumulation: int) -> tuple[dict[str, int], dict[str, int], int]:
@@ -120,7 +139,7 @@ def read_between_steps(stage: int, zero: dict) -> tuple[list, str]:
 @pytest.mark.parametrize("place", ["stage2-offload", "infinity-host"])
 def test_whoever_looks_finds_the_update_done_and_whoever_changes_a_rate_changes_the_next(two, place):
     stage, zero = PLACES[place]
-    assert two.run(read_between_steps, stage, zero) == two.run(read_between_steps, stage, {})
+    assert two.run(read_between_steps, stage, zero) == two.run(read_between_steps, stage, near_of(place))
 
 
 def write_between_steps(stage: int, zero: dict) -> tuple[list[float], str]:
@@ -141,7 +160,9 @@ def write_between_steps(stage: int, zero: dict) -> tuple[list[float], str]:
 @pytest.mark.parametrize("place", PLACES)
 def test_what_a_user_writes_counts_wherever_it_rests(two, place):
     stage, zero = PLACES[place]
-    assert two.run(write_between_steps, stage, zero) == two.run(write_between_steps, stage, {})
+    if ON_GPU and place == "half":
+        pytest.skip("half of it is updated by another kernel")
+    assert two.run(write_between_steps, stage, zero) == two.run(write_between_steps, stage, near_of(place))
 
 
 def shown_between_steps(lazy: bool | None) -> bool:
@@ -186,6 +207,7 @@ def brought(stage: int, zero: dict) -> tuple[list[float], str]:
     return take_steps(engine, 4), digest_of_weights(engine)
 
 
+@on_one_device
 def test_an_optimizer_that_a_user_brings_works_on_the_host(two):
     assert two.run(brought, 3, {"offload_optimizer": HOST}) == two.run(brought, 3, {})
 
@@ -252,6 +274,7 @@ def pooled(gpu: str, host: str, stage: int = 3) -> tuple[list[float], str, dict[
     return losses, digest_of_weights(engine), where, all(peak.get(name, 0) == planned[name] for name in planned)
 
 
+@pytest.mark.skipif(ON_GPU, reason="an accelerator hands out no less than 2 MB")
 def test_the_pool_puts_the_first_units_on_the_device_and_trains_alike(worlds):
     everything, some, little = (worlds[1].run(pooled, gpu, "100MB")[0] for gpu in ("100MB", "700kB", "300kB"))
     assert everything[:2] == some[:2] == little[:2]
@@ -274,7 +297,7 @@ def refused() -> str:
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(two):
     with pytest.raises(PlacementError, match=r"the model does not fit; if all of its states were on the host, .* would hold"):
         pooled("300kB", "300kB")
-    with pytest.raises(PlacementError, match=r"the plan does not fit: the device would hold .* Stage1-offload would fit"):
+    with pytest.raises(PlacementError, match=r"the plan does not fit: the device would hold .* Stage\d-offload would fit"):
         pooled("500kB", "100MB", stage=1)
     for story in two.run(refused):
         assert "the model does not fit" in story

@@ -82,7 +82,7 @@ def test_before_the_first_step_states_are_planned_and_passes_are_not():
     take_steps(engine, 1)
     after = engine.planned()
     assert before["states"] == after["states"] == engine.report()["live"]["states"]
-    assert before["gathered weights"] == 0 < after["gathered weights"]
+    assert before["gradient flats"] == 0 < after["gradient flats"]  # a rank alone gathers nothing
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
