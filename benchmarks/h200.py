@@ -327,8 +327,11 @@ def _ours(model: nn.Module, variant: str, row: Row) -> Trained:
     if variant.endswith("small"):
         config["naught"]["small_masters"] = True
     if variant == "auto":
-        config["naught"] = {"placement": "auto", "small_masters": True, "activation_memory": "11GB", "host_memory": "118GB"}
-        config["naught"] |= {"gpu_memory": int(row.cap_gib * GIB)} if row.cap_gib else {}
+        tokens, width = row.shape.batch * row.shape.seq, row.shape.width
+        # One checkpoint a block, the loss and its two gradients in 32 bits, and a block that is computed again.
+        activations = 2 * row.shape.layers * tokens * width + 3 * 4 * tokens * 50304 + 40 * tokens * width
+        config["naught"] = {"placement": "auto", "small_masters": True, "activation_memory": activations}
+        config["naught"] |= {"gpu_memory": int(row.cap_gib * GIB) or "146GB", "host_memory": "118GB"}
         config["zero_optimization"] = {"stage": 3}
     trained = _by_engine(naught.initialize(model=model, config=config)[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,7 @@ __all__ = ["POOLED", "Advice", "advise", "best_forecast", "largest_numel", "pool
 POOLED = "pooled"
 _MOST_TILES = 4096
 _PRECISION = 1.005
+_TRIES = 4
 
 # Measures activations under a job; a traced module ignores the job but for its checkpointing.
 Activations = Callable[[Job], ActivationBytes]
@@ -170,13 +171,14 @@ def pool(runs: Sequence[Run], activations: Activations, machine: Machine, job: J
     are tried, and so is one placement for all; the fastest that fits is taken.
     """
     room = _room(runs, activations, machine, job, automatic)
-    candidates = [_fill(runs, dict(room), machine.ranks, job, keep_weights=keep) for keep in (True, False)]
+    measure = partial(best_forecast, POOLED, activations=activations, machine=machine, job=job, automatic=automatic)
+    candidates = [_fill_up(runs, room, machine.ranks, job, measure, keep_weights=keep) for keep in (True, False)]
     candidates += [[PlacedRun(run, placement) for run in runs] for placement in _POOL]
     best: tuple[float, list[PlacedRun]] | None = None
     for placed in candidates:
         if not _states_fit(placed, machine, job):
             continue
-        found = best_forecast(POOLED, placed, activations, machine, job, automatic=automatic)
+        found = measure(placed)
         if found.fits and (best is None or found.times.serial < best[0]):
             best = found.times.serial, placed
     return best[1] if best else candidates[-1]
@@ -194,7 +196,7 @@ def _room(runs: Sequence[Run], activations: Activations, machine: Machine, job: 
         """States that rest on disk pass through the host, and those that rest there do not: the more counts."""
         rows = [
             forecast(POOLED, [PlacedRun(run, placement) for run in runs], measured, machine, trial, tiles=tiles)
-            for placement in (_POOL[2], _POOL[-1])
+            for placement in ((_POOL[2], _POOL[-1]) if machine.capacity(Tier.DISK) else (_POOL[2],))
         ]
         return max(sum(nbytes for category, nbytes in row.memory[tier].items() if category not in at_rest) for row in rows)
 
@@ -203,6 +205,30 @@ def _room(runs: Sequence[Run], activations: Activations, machine: Machine, job: 
     while passing(Tier.DEVICE, 1) / tiles > machine.capacity(Tier.DEVICE) / 2 and tiles < _MOST_TILES:
         tiles *= 2
     return {tier: machine.capacity(tier) - passing(tier, tiles) for tier in Tier}
+
+
+def _fill_up(
+    runs: Sequence[Run],
+    room: Mapping[Tier, int],
+    world: int,
+    job: Job,
+    measure: Callable[[Sequence[PlacedRun]], Forecast],
+    *,
+    keep_weights: bool,
+) -> list[PlacedRun]:
+    """Fill the device as far as its forecast allows: what rests there and what passes are not there at the same time."""
+    device = room[Tier.DEVICE]
+    best: list[PlacedRun] | None = None
+    for _ in range(_TRIES):
+        placed = _fill(runs, {**room, Tier.DEVICE: device}, world, job, keep_weights=keep_weights)
+        found = measure(placed)
+        left = found.capacity[Tier.DEVICE] - found.total(Tier.DEVICE)
+        if best is not None and (left < 0 or placed == best):
+            break
+        best = placed
+        device += left
+    assert best is not None
+    return best
 
 
 def _fill(runs: Sequence[Run], room: dict[Tier, int], world: int, job: Job, *, keep_weights: bool) -> list[PlacedRun]:
