@@ -23,7 +23,7 @@ from naught.precision import Precision
 from naught.segment import HostSide
 from naught.shelves import HostShelf
 
-__all__ = ["host_side", "limits_here"]
+__all__ = ["host_side", "limits_here", "limits_of_bytes"]
 
 
 def limits_here(
@@ -31,21 +31,28 @@ def limits_here(
 ) -> Limits | None:
     """What a rank of this process's kind may have; None: it is placed by stage, and nothing limits it. `moments` is how many
     numbers the rule remembers of each element, and `own` what the model takes on the device already."""
-    ours, here = config.naught, local_ranks(os.environ)
+    ours = config.naught
     if ours.placement == "stage" and ours.gpu_memory is None and ours.host_memory is None:
         return None
-    room, apart = room_on(device), device.type != "cpu"
-    free = room.free // (1 if apart else here) + (room.kept or 0) + own
+    room = room_on(device)
+    free = room.free // (1 if device.type != "cpu" else local_ranks(os.environ)) + (room.kept or 0) + own
     mine = torch.tensor([ours.gpu_memory or free, ours.host_memory or free_host_bytes()])
     gpu, host = group.exchange(mine).amin(0).tolist()  # all ranks place alike: none counts on more than another has
-    machine = detect()[0]
-    wide = precision.weights.itemsize
+    return limits_of_bytes(config, precision, moments, group.size, device, gpu=gpu, host=host)
+
+
+def limits_of_bytes(
+    config: Config, precision: Precision, moments: int, world: int, device: torch.device, *, gpu: int, host: int
+) -> Limits:
+    """The same, where the bytes of device and host are known."""
+    ours, here, apart = config.naught, local_ranks(os.environ), device.type != "cpu"
+    machine, wide = detect()[0], precision.weights.itemsize
     master = 0 if precision.weights is torch.float32 else 2 if ours.small_masters else 4
     return Limits(
         replace(
             machine,
-            ranks=group.size,
-            ranks_per_node=min(here, group.size),
+            ranks=world,
+            ranks_per_node=min(here, world),
             gpu=machine.gpu._replace(memory_bytes=gpu),
             host_bytes=host,
             stages=apart,

@@ -84,6 +84,9 @@ def _short_forms(options: argparse.Namespace) -> Iterator[Override]:
         yield Override("zero_optimization.offload_optimizer.device", "cpu", "--offload")
         if options.stage == 3 or (options.stage is None and not any("=" not in word for word in options.words)):
             yield Override("zero_optimization.offload_param.device", "cpu", "--offload")
+    for name, key in (("placement", "placement"), ("gpu", "gpu_memory"), ("host", "host_memory")):
+        if getattr(options, name) is not None:
+            yield Override(f"naught.{key}", getattr(options, name), f"--{name}")
     if options.keep is not None:
         yield Override("naught.keep_last", options.keep, "--keep")
     if options.name is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +13,19 @@ from torch import nn
 from naught.accelerator import get_accelerator
 from naught.config import Batch, placement_of
 from naught.config.recipe import Recipe
+from naught.devices import free_host_bytes, room_on
 from naught.errors import ModelError
 from naught.estimate import forecast
+from naught.formulas import Recipe as Bytes
 from naught.formulas import recipe as byte_recipe
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.modules import model_of
 from naught.placement import PLACEMENTS, Tier
+from naught.pooling import place_in_pool
+from naught.precision import precision_of
 from naught.sizes import PlacedRun
+from naught.tiers import limits_of_bytes
 from naught.trace import trace_activations
 
 __all__ = ["Expected", "dtype_of", "expect"]
@@ -38,6 +44,7 @@ class Expected(NamedTuple):
     whole: int  # all of them if nothing were split
     sent: Mapping[str, int]
     flops: int | None  # None: the model cannot be traced
+    activations: int = 0  # of one micro-batch, at their most
 
 
 def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expected:
@@ -47,21 +54,46 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
         micro_batch=batch.micro,
         seq=recipe.data.seq,
         accumulation=batch.accumulation,
-        recipe=byte_recipe(dtype_of(recipe), _optimizer(recipe)),
+        recipe=_bytes(recipe),
         checkpointing=checkpointing,
     )
-    placement = placement_of(recipe)
     runs = model_of(model).runs
     activations = _activations(model, recipe, batch.micro)
     alone = get_accelerator().device_name() == "cpu"
     machine = Machine(ranks=world, ranks_per_node=world, unified=alone)  # its sizes and rates do not count here
-    found, whole = (
-        forecast("run", [PlacedRun(run, place) for run in runs], activations, machine, job)
-        for place in (placement, PLACEMENTS["stage0"])
-    )
+    held = _most(activations, checkpointing)
+    placed = [PlacedRun(run, placement_of(recipe)) for run in runs]
+    if recipe.naught.placement != "stage":
+        placed = _pooled(model, recipe, batch, world, held)
+    found = forecast("run", placed, activations, machine, job)
+    whole = forecast("run", [PlacedRun(run, PLACEMENTS["stage0"]) for run in runs], activations, machine, job)
     memory = {category.value: nbytes for category, nbytes in found.memory[Tier.DEVICE].items()}
     flops = activations.forward_flops and activations.forward_flops * (1 + _BACKWARD) * batch.accumulation
-    return Expected(memory, found.total(Tier.DEVICE), whole.total(Tier.DEVICE), dict(found.volume), flops)
+    return Expected(
+        memory, found.total(Tier.DEVICE), whole.total(Tier.DEVICE), dict(found.volume), flops, _most(activations, checkpointing)
+    )
+
+
+def _bytes(recipe: Recipe) -> Bytes:
+    found = byte_recipe(dtype_of(recipe), _optimizer(recipe))
+    return found._replace(master=2) if recipe.naught.small_masters else found
+
+
+def _most(activations: ActivationBytes, checkpointing: Checkpointing) -> int:
+    kept = activations.full if checkpointing is Checkpointing.NONE else activations.working + activations.checkpoints
+    return kept + activations.gradient
+
+
+def _pooled(model: nn.Module, recipe: Recipe, batch: Batch, world: int, activation_bytes: int) -> list[PlacedRun]:
+    """Every unit as the pool will place it, on a machine whose ranks have as much as this one."""
+    device = torch.device(get_accelerator().current_device_name())
+    gpu, host = recipe.naught.gpu_memory or room_on(device).free, recipe.naught.host_memory or free_host_bytes()
+    moments = _bytes(recipe).moments // 4
+    limits = limits_of_bytes(recipe, precision_of(recipe, batch.accumulation), moments, world, device, gpu=gpu, host=host)
+    if recipe.naught.activation_memory is None:
+        limits = replace(limits, activation_bytes=activation_bytes)
+    units = [run._replace(repeat=1) for run in model_of(model).runs for _ in range(run.repeat)]
+    return [PlacedRun(unit, place) for unit, place in zip(units, place_in_pool(units, limits), strict=True)]
 
 
 def dtype_of(recipe: Recipe) -> str:

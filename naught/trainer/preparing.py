@@ -57,7 +57,11 @@ def prepare(recipe: Recipe, group: Group, folder: Path, introduce: Callable[[Int
     introduce(introduction)
     if recipe.model.checkpointing:
         recompute_blocks(model)
-    engine = initialize(model=model, config=_in_folder(engine_document(recipe), folder))[0]
+    document = engine_document(recipe)
+    limited = recipe.naught.placement != "stage" or recipe.naught.gpu_memory is not None
+    if limited and recipe.naught.activation_memory is None and expected.activations:
+        document["naught"]["activation_memory"] = expected.activations
+    engine = initialize(model=model, config=_in_folder(document, folder))[0]
     engine.training_dataloader = samples.train
     if weights is not None:
         engine.load_weights(weights)
