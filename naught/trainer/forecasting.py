@@ -69,9 +69,7 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
     whole = forecast("run", [PlacedRun(run, PLACEMENTS["stage0"]) for run in runs], activations, machine, job)
     memory = {category.value: nbytes for category, nbytes in found.memory[Tier.DEVICE].items()}
     flops = activations.forward_flops and activations.forward_flops * (1 + _BACKWARD) * batch.accumulation
-    return Expected(
-        memory, found.total(Tier.DEVICE), whole.total(Tier.DEVICE), dict(found.volume), flops, _most(activations, checkpointing)
-    )
+    return Expected(memory, found.total(Tier.DEVICE), whole.total(Tier.DEVICE), dict(found.volume), flops, held)
 
 
 def _bytes(recipe: Recipe) -> Bytes:
