@@ -49,20 +49,24 @@ class Ferry:
         self.landing = _Slot(numel, device) if self.apart else None  # for what comes up and is cast
         self.lock = threading.Lock()  # around the landing
         staged = [*self.slots, *([self.landing] if self.landing else [])]
-        self.nbytes = sum(slot.room.nbytes for slot in staged)
+        self.nbytes, self.meter = sum(slot.room.nbytes for slot in staged), meter
         meter.change(Buffer.STAGING, self.nbytes)
 
-    def send(self, part: Tensor, home: Tensor, dtype: torch.dtype, *, onto: bool) -> Sent:
-        """Bring a sum to its home on the host, or add it to the one that is there. It is kept in one type and may rest in a
-        wider one. The part may be let go at once."""
+    def send(self, part: Tensor, home: Tensor, *, onto: bool) -> Sent:
+        """Bring a sum to its home on the host, or add it to the one that is there. The part may be let go at once."""
         norms: list[Tensor] = []
         for piece, place in zip(_stretches(part), _stretches(home), strict=True):
-            total = piece.to(dtype)
-            if onto:
-                total = place.to(self.device, non_blocking=True).to(dtype).add_(piece)
+            total = place.to(self.device, non_blocking=True, copy=True).add_(piece) if onto else piece.to(place.dtype)
             norms += norms_of(total)
             self._land(total, place)
         return Sent(norms, self.down.point())
+
+    def close(self) -> None:
+        """Nothing travels any more."""
+        self.slots.clear()
+        self.landing = None
+        self.meter.change(Buffer.STAGING, -self.nbytes)
+        self.nbytes = 0
 
     def _land(self, total: Tensor, place: Tensor) -> None:
         if not self.apart:

@@ -57,6 +57,9 @@ class Sum(Protocol):
 
     def drop(self) -> None: ...
 
+    def close(self) -> None:
+        """Let go of everything."""
+
 
 class DeviceSum:
     """On the device."""
@@ -87,6 +90,9 @@ class DeviceSum:
         if self.value is not None:
             self.meter.change(Buffer.OWNED_GRADS, -self.value.nbytes)
             self.value = None
+
+    def close(self) -> None:
+        self.drop()
 
 
 class Gradients:
@@ -251,6 +257,11 @@ class Gradients:
         for param in self.params:
             param.grad = None
         self.flat.free()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.drop()
+        self.owned.close()
 
     def _shared(self, grad: Tensor) -> Tensor:
         """What a gradient that autograd has made is for its step, without the graph that it may have of its own."""

@@ -47,73 +47,27 @@ class _Job:
         self.over: Future[None] = Future()
 
 
-class HostCrew:
-    """Does jobs one after the other. Without cores it is one thread, on any of them: where training itself needs them."""
+class _Queue:
+    """Jobs in their order. Threads hold this alone, so that a crew which nobody has any more ends."""
 
-    def __init__(self, cores: list[int] | None) -> None:
-        self.cores = cores
+    def __init__(self) -> None:
         self.jobs: deque[_Job] = deque()
         self.changed = threading.Condition()
         self.stopped = False
-        self.own = threading.local()
-        self.threads: list[threading.Thread] = []
-        _CREWS.add(self)
 
-    def ask(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
-        """Have something done to each of so many pieces; returns at once."""
-        job = _Job(pieces, do)
-        if not pieces:
-            job.over.set_result(None)
-            return job.over
-        if not self.threads:
-            self._hire()
+    def put(self, job: _Job) -> None:
         with self.changed:
+            assert not self.stopped, "a crew that was stopped does nothing"
             self.jobs.append(job)
             self.changed.notify_all()
-        return job.over
-
-    def scratch(self, numel: int) -> Tensor:
-        """Memory of the thread that asks, until it asks again."""
-        room: Tensor | None = getattr(self.own, "room", None)
-        if room is None or room.numel() < numel:
-            room = self.own.room = torch.empty(numel)
-        return room[:numel]
 
     def stop(self) -> None:
-        """Once all is done that was asked."""
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
-        for thread in self.threads:
-            thread.join()
-        self.threads.clear()
 
-    def _hire(self) -> None:
-        before = torch.get_num_threads()
-        wanted: Sequence[int | None] = self.cores or [None]
-        ready = threading.Barrier(1 + len(wanted))
-        for core in wanted:
-            thread = threading.Thread(target=self._serve, args=(core, ready), name="naught-update", daemon=True)
-            thread.start()
-            self.threads.append(thread)
-        ready.wait()
-        if self.cores:
-            torch.set_num_threads(before)  # a thread's own number stays; but some libraries have one for all
-
-    def _serve(self, core: int | None, ready: threading.Barrier) -> None:
-        if core is not None:
-            os.sched_setaffinity(0, {core})
-            torch.set_num_threads(1)
-        ready.wait()
-        while (taken := self._next()) is not None:
-            job, piece = taken
-            try:
-                job.do(piece)
-            except BaseException as error:  # whoever waits for the job is told
-                job.fault = job.fault or error
-            self._done(job)
-
-    def _next(self) -> tuple[_Job, int] | None:
+    def take(self) -> tuple[_Job, int] | None:
+        """The next piece; None: there will be none."""
         with self.changed:
             while not self.jobs:
                 if self.stopped:
@@ -125,7 +79,16 @@ class HostCrew:
                 self.jobs.popleft()
             return job, job.begun - 1
 
-    def _done(self, job: _Job) -> None:
+    def do_one(self) -> bool:
+        """Whether there was one more piece to do."""
+        taken = self.take()
+        if taken is None:
+            return False
+        job, piece = taken
+        try:
+            job.do(piece)
+        except BaseException as error:  # whoever waits for the job is told
+            job.fault = job.fault or error
         with self.changed:
             job.ended += 1
             over = job.ended == job.pieces
@@ -133,3 +96,61 @@ class HostCrew:
             job.over.set_exception(job.fault)
         elif over:
             job.over.set_result(None)
+        return True
+
+
+class HostCrew:
+    """Does jobs one after the other. Without cores it is one thread, on any of them: where training itself needs them."""
+
+    def __init__(self, cores: list[int] | None) -> None:
+        self.cores, self.queue = cores, _Queue()
+        self.own = threading.local()
+        self.threads: list[threading.Thread] = []
+        weakref.finalize(self, self.queue.stop)
+        _CREWS.add(self)
+
+    def ask(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
+        """Have something done to each of so many pieces; returns at once."""
+        job = _Job(pieces, do)
+        if not pieces:
+            job.over.set_result(None)
+            return job.over
+        self.queue.put(job)
+        if not self.threads:
+            self._hire()
+        return job.over
+
+    def scratch(self, numel: int) -> Tensor:
+        """Memory of the thread that asks, until it asks again."""
+        room: Tensor | None = getattr(self.own, "room", None)
+        if room is None or room.numel() < numel:
+            room = self.own.room = torch.empty(numel)
+        return room[:numel]
+
+    def stop(self) -> None:
+        """Once all is done that was asked."""
+        self.queue.stop()
+        for thread in self.threads:
+            thread.join()
+        self.threads.clear()
+
+    def _hire(self) -> None:
+        before = torch.get_num_threads()
+        wanted: Sequence[int | None] = self.cores or [None]
+        ready = threading.Barrier(1 + len(wanted))
+        for core in wanted:
+            thread = threading.Thread(target=_serve, args=(self.queue, core, ready), name="naught-update", daemon=True)
+            thread.start()
+            self.threads.append(thread)
+        ready.wait()
+        if self.cores:
+            torch.set_num_threads(before)  # a thread's own number stays; but some libraries have one for all
+
+
+def _serve(queue: _Queue, core: int | None, ready: threading.Barrier) -> None:
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+        torch.set_num_threads(1)
+    ready.wait()
+    while queue.do_one():
+        pass

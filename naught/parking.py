@@ -36,6 +36,8 @@ class Parking:
         if self.parked:
             raise UsageError("the states are away already", fix="call engine.reload_states() first")
         for segment in self.segments:
+            segment.settle()
+        for segment in self.segments:
             for kind in dict.fromkeys(wanted):
                 self.parked += _KINDS[kind](segment)
 

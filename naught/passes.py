@@ -214,13 +214,18 @@ class Passes:
     def remove(self) -> None:
         """Give the model whole weights of its own again, and stop to listen."""
         self.close()
-        for unit in self.schedule.units.values():
-            unit.fetch()
-            for segment in unit.segments:
-                segment.close()
+        try:
+            for unit in self.schedule.units.values():
+                unit.fetch()
+                for segment in unit.segments:
+                    segment.close()
+        finally:  # also where an update has failed, and its weights cannot be had
+            self._let_go()
+
+    def _let_go(self) -> None:
         for host in {segment.home.host for unit in self.schedule.units.values() for segment in unit.segments}:
             if host is not None:
-                host.crew.stop()
+                host.close()
         self.hooks.remove()
         claimed.drop(self.homes)
         self.homes.clear()

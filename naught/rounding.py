@@ -4,6 +4,7 @@ even, two masters may share a weight and a rest.)"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -30,15 +31,20 @@ def half_up(into: Tensor, source: Tensor) -> None:
         return
     upper = into.view(torch.int16)
     if source.dim() != 1:
-        upper.copy_((source.view(torch.int32) + _HALF) >> 16)
+        upper.copy_((_plain(source).view(torch.int32) + _HALF) >> 16)
         return
-    for place, bits in zip(torch.split(upper, _AT_A_TIME), torch.split(source.view(torch.int32), _AT_A_TIME), strict=True):
-        place.copy_((bits + _HALF) >> 16)
+    for place, values in zip(torch.split(upper, _AT_A_TIME), torch.split(source, _AT_A_TIME), strict=True):
+        place.copy_((_plain(values).view(torch.int32) + _HALF) >> 16)
+
+
+def _plain(values: Tensor) -> Tensor:
+    """The same with one NaN for all: others may have bits that round to zero."""
+    return values.nan_to_num(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 
 def fold(wide: Tensor, weights: Tensor, rest: Tensor) -> None:
-    """Split 32-bit numbers into weights and rests."""
-    halves = wide.view(torch.int16).view(-1, 2)
+    """Split 32-bit numbers into weights and rests; all that is not a number is one NaN."""
+    halves = wide.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf).view(torch.int16).view(-1, 2)
     rest.copy_(halves[:, _LOW])
     torch.sub(halves[:, _HIGH], rest >> 15, out=weights.view(torch.int16))
 

@@ -23,6 +23,7 @@ from naught.rules import Part
 from naught.shelves import DeviceShelf, Shelf
 from naught.stash import HostSum
 from naught.states import Cut, States, Updating
+from naught.streams import here
 from naught.weights import Weights
 
 __all__ = ["Home", "HostSide", "Segment", "Types"]
@@ -43,6 +44,11 @@ class HostSide(NamedTuple):
     shelf: Shelf
     ferry: Ferry
     crew: HostCrew
+
+    def close(self) -> None:
+        """Once nothing rests there any more."""
+        self.crew.stop()
+        self.ferry.close()
 
 
 class Home(NamedTuple):
@@ -91,8 +97,8 @@ class Segment:
         )
         self.unfolded: Tensor | None = None  # a copy of masters that are kept as weights and rests, while somebody has it
         self.before: Tensor | None = None  # the weights when they were lent
-        here = placement.param.tier is Tier.DEVICE and placement.optim.tier is Tier.DEVICE
-        if masters is not None and types.small_masters and here and types.weights == torch.bfloat16:
+        near = placement.param.tier is Tier.DEVICE and placement.optim.tier is Tier.DEVICE
+        if masters is not None and types.small_masters and near and types.weights == torch.bfloat16:
             self.kept.keep_rests()
             self._fold(masters)
         elif masters is not None:
@@ -115,6 +121,12 @@ class Segment:
             self.updating.result()
             self.updating = None
 
+    def settle(self) -> None:
+        """Until nothing of it is under way: no update, and no weights on their way up."""
+        self.wait()
+        self._refreshed()
+        here(self.home.device).wait()
+
     @property
     def target(self) -> Tensor:
         """The weights that this rank updates, in their own type; where they are made of masters each time, a copy."""
@@ -123,8 +135,11 @@ class Segment:
         if self.weights.shard is not None:
             self._refreshed()
             return self.weights.shard
-        assert self.states.masters is not None
-        return self.states.masters.to(self.weights.flat.tensor.dtype)
+        masters = self.states.masters
+        assert masters is not None
+        rounded = torch.empty_like(masters, dtype=self.weights.flat.tensor.dtype)
+        self.rounds(rounded, masters)
+        return rounded
 
     @property
     def exact(self) -> Tensor:
@@ -160,7 +175,7 @@ class Segment:
         return self._due_unfolded(states.cuts(how, used), self.target, states.rests, total)
 
     def _due_unfolded(self, cuts: Sequence[Cut], weights: Tensor, rests: Tensor, total: Tensor) -> Iterator[Part]:
-        """Masters are put together when it is their turn, and taken apart again by `keep`."""
+        """Masters are put together when it is their turn, and taken apart again behind it."""
         for cut in cuts:
             span = slice(*cut.span)
             wide = unfold(weights[span], rests[span])
@@ -203,6 +218,7 @@ class Segment:
             self.rounds(self.target, self.states.masters)
         elif self.unfolded is not None:
             self._fold(self.unfolded)
+        self.unfolded = None
 
     def _refresh(self) -> None:
         """Have what rests on the device made anew of masters on the host."""
@@ -225,7 +241,7 @@ class Segment:
 
     def take_back(self) -> None:
         """Keep what was written."""
-        mine, before, self.before = self.target, self.before, None
+        mine, before, self.before, self.unfolded = self.target, self.before, None, None
         masters = self.states.masters
         if masters is not None:
             before = torch.empty_like(masters, dtype=mine.dtype)
@@ -238,5 +254,5 @@ class Segment:
         """Give the parameters whole weights of their own and let go of everything."""
         self.wait()
         self.weights.hand_over()
-        self.grads.drop()
+        self.grads.close()
         self.kept.let_go()

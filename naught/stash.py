@@ -19,7 +19,7 @@ class HostSum:
     so that it is the same."""
 
     def __init__(self, numel: int, dtype: torch.dtype, ferry: Ferry, shelf: Shelf) -> None:
-        self.dtype, self.ferry = dtype, ferry
+        self.dtype, self.ferry, self.shelf = dtype, ferry, shelf
         self.home = shelf.take(numel, dtype, "gradients", travels=True)
         self.sent: Sent | None = None  # None: there is no sum
         self.reader: Future[None] | None = None  # an update that may still read what was here before
@@ -44,7 +44,9 @@ class HostSum:
         if self.reader is not None:
             self.reader.result()
             self.reader = None
-        self.sent = self.ferry.send(part, self.home, self.dtype, onto=self.sent is not None)
+        if self.sent is not None:
+            self.sent.arrived.hold(self.ferry.device)  # what is there is brought up again, and must be there
+        self.sent = self.ferry.send(part, self.home, onto=self.sent is not None)
 
     def rewritten(self) -> None:
         """Somebody has written to its home."""
@@ -53,3 +55,8 @@ class HostSum:
 
     def drop(self) -> None:
         self.sent = None
+
+    def close(self) -> None:
+        self.drop()
+        self.shelf.give_back(self.home, "gradients")
+        self.home = self.home[:0].clone()

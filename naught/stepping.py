@@ -12,6 +12,7 @@ from naught.errors import UsageError
 from naught.loss_scale import LossScale
 from naught.optimizer import Optimizer
 from naught.passes import Passes
+from naught.rules import Hyper
 from naught.states import Updating
 from naught.update import Norm, UpdateLimits, update
 
@@ -24,6 +25,11 @@ class Scheduler(Protocol):
     """What the engine calls of a schedule: ours, torch's, or a user's own."""
 
     def step(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def _as_it_is(hyper: Hyper) -> Hyper:
+    """What a schedule of the rate may write to afterwards does not change it."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
 
 
 class Stepping:
@@ -62,7 +68,7 @@ class Stepping:
         schedule, scale, amiss = self.passes.schedule, self.scale.value, self.passes.amiss()
         units = list(schedule.units.values())
         rule, hypers = self.optimizer.rule, self.optimizer.param_groups
-        how = Updating(rule, [dict(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
+        how = Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
         self.norm = update(units, schedule.group, how, self.limits, scale=scale, amiss=amiss)
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)

@@ -100,20 +100,21 @@ class Slab:
         self.memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _LARGE_BYTES:
             self.memory.madvise(_HUGE_PAGES)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.registered = register and nbytes > 0 and self._register(nbytes)
-        if self.registered:
-            # Before the memory goes back: tensors may hold it longer than this slab.
-            weakref.finalize(self.memory, _unregister, self.address).atexit = False  # the driver may be gone by then
+        # What tensors hold. It goes before the mapping does, so its end is the time to unregister.
+        self.view = (ctypes.c_char * max(nbytes, 1)).from_buffer(self.memory)
+        address = ctypes.addressof(self.view)
+        if register and nbytes > 0 and _register(address, nbytes):
+            weakref.finalize(self.view, _unregister, address).atexit = False  # the driver may be gone by then
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer(self.memory, dtype=dtype, count=numel)
+        return torch.frombuffer(self.view, dtype=dtype, count=numel)
 
-    def _register(self, nbytes: int) -> bool:
-        code = torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)  # type: ignore[no-untyped-call]
-        if int(code) != 0:
-            _LOG.warning("the driver does not register %d bytes of host memory (%s): copies will be slow", nbytes, code)
-        return int(code) == 0
+
+def _register(address: int, nbytes: int) -> bool:
+    code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(code) != 0:
+        _LOG.warning("the driver does not register %d bytes of host memory (%s): copies will be slow", nbytes, code)
+    return int(code) == 0
 
 
 def _unregister(address: int) -> None:

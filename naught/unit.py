@@ -43,7 +43,7 @@ class Unit:
             weight_shard=sum(segment.weights.shard_bytes for segment in self.segments),
             grads=grads,
             grad_shard=sum(segment.grads.owned_bytes for segment in self.trained),
-            state_shard=0,  # states rest on the device, where no plan moves them
+            state_shard=0,  # no plan of a pass moves states
             reduce_scratch=sum(segment.grads.scratch_bytes for segment in self.trained),
             trained=bool(self.trained),
         )

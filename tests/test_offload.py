@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from itertools import product
 
 import pytest
@@ -326,7 +328,10 @@ def test_a_weight_and_a_rest_are_their_master_for_every_upper_half():
         bits = ((upper << 16) + lower).to(torch.int32)
         weights, rest = torch.empty(bits.shape, dtype=torch.bfloat16), torch.empty(bits.shape, dtype=torch.int16)
         fold(bits.view(torch.float32).clone(), weights, rest)
-        assert torch.equal(unfold(weights, rest).view(torch.int32), bits)
+        odd = bits.view(torch.float32).isnan()
+        assert torch.equal(unfold(weights, rest).view(torch.int32)[~odd], bits[~odd])
+        assert bool(unfold(weights, rest)[odd].isnan().all())
+        assert bool(weights[odd].isnan().all()), "what is not a number is never rounded to one"
         rounded = torch.empty_like(weights)
         half_up(rounded, bits.view(torch.float32))
         assert torch.equal(rounded.view(torch.int16), weights.view(torch.int16))
@@ -405,4 +410,55 @@ def test_states_rest_where_the_placement_says():
     assert segment.weights.shard is None
     assert {tensor.device.type for tensor in (segment.exact, *segment.states.moments.values())} == {"cpu"}
     engine.destroy()
-    assert engine.report()["live"].get("host masters", 0) == 0
+    assert {name for name, nbytes in engine.report()["live"].items() if name.startswith("host ") and nbytes} == set()
+
+
+@pytest.mark.parametrize("include", [None, ["lp_params"]])
+def test_states_are_parked_once_nothing_is_under_way(two, include):
+    for place in ("stage2-offload", "stage3-offload"):
+        stage, zero = PLACES[place]
+        assert two.run(parked, stage, zero, include) == two.run(parked, stage, zero, [])
+
+
+def parked(stage: int, zero: dict, include: list[str] | None) -> tuple[list[float], str]:
+    engine = start(stage, **zero)
+    losses = take_steps(engine, 1)
+    if include != []:
+        engine.offload_states(include=include)
+        engine.reload_states()
+    return losses + take_steps(engine, 2, first=1), digest_in_32_bits(engine)
+
+
+def test_what_is_written_to_small_masters_is_not_what_was_read_before():
+    engine = start(2, more=SMALL)
+    take_steps(engine, 1)
+    first, second, *_ = engine.module.parameters()
+    safe_get_full_fp32_param(first)
+    with engine.gathered(), torch.no_grad():
+        first.fill_(7.0)
+    assert safe_get_full_fp32_param(first).unique().tolist() == [7.0]
+    safe_set_full_fp32_param(second, torch.full(second.shape, 0.25, device=second.device))
+    assert safe_get_full_fp32_param(first).unique().tolist() == [7.0]
+
+
+def test_a_crew_that_nobody_has_any_more_ends():
+    crew = HostCrew(None)
+    done = crew.ask(1, print)
+    assert done.result(10) is None
+    (thread,) = crew.threads
+    ghost = weakref.ref(crew)
+    del crew
+    gc.collect()
+    assert ghost() is None
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_engine_whose_update_has_failed_can_be_destroyed():
+    engine = start(2, offload_optimizer=HOST)
+    engine.optimizer.param_groups[0]["eps"] = "small"
+    with pytest.raises(TypeError, match="eps"):
+        take_steps(engine, 2)
+    with pytest.raises(TypeError, match="eps"):
+        engine.destroy()
+    engine_of(MODELS["plain"](), config_of(2))  # and nothing is in the way of another
