@@ -172,7 +172,9 @@ def pool(runs: Sequence[Run], activations: Activations, machine: Machine, job: J
     """
     room = _room(runs, activations, machine, job, automatic)
     measure = partial(best_forecast, POOLED, activations=activations, machine=machine, job=job, automatic=automatic)
-    candidates = [_fill_up(runs, room, machine.ranks, job, measure, keep_weights=keep) for keep in (True, False)]
+    plainly = activations(job)
+    untiled = partial(forecast, POOLED, activations=plainly, machine=machine, job=job)
+    candidates = [_fill_up(runs, room, machine.ranks, job, untiled, keep_weights=keep) for keep in (True, False)]
     candidates += [[PlacedRun(run, placement) for run in runs] for placement in _POOL]
     best: tuple[float, list[PlacedRun]] | None = None
     for placed in candidates:

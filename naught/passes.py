@@ -146,7 +146,10 @@ class Passes:
     def _refuse_absent(self, fix: str) -> None:
         if self.away is not None:
             raise self.away
-        if any(not unit.present and name not in self.lent for name, unit in self.schedule.units.items()):
+        absent = [unit for name, unit in self.schedule.units.items() if not unit.present and name not in self.lent]
+        if absent and all(unit.lazy for unit in absent):
+            raise UsageError("the weights of the last step are still to come", fix=f"{fix}, or set naught.lazy_weights to false")
+        if absent:
             raise UsageError("the parameters are not here: each rank keeps its part of them", fix=fix)
 
     # --- what the engine says ---

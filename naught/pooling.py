@@ -59,7 +59,11 @@ def refuse_what_does_not_fit(placed: Sequence[PlacedRun], limits: Limits) -> Non
     others = (name for name, rows in uniform.items() if "disk" not in name and _forecast(rows, limits).fits)
     nearest = next(others, None)
     fix = f"{nearest} would fit" if nearest else 'set naught.placement to "auto", which uses all tiers as one memory'
-    raise PlacementError(f"the plan does not fit: {_needs(found)}", where="naught.limits", fix=f"{fix}; or raise the limits")
+    raise PlacementError(
+        f"the plan does not fit: {_needs(found)}",
+        where="naught.gpu_memory, naught.host_memory",
+        fix=f"{fix}; or raise the limits",
+    )
 
 
 def _forecast(placed: Sequence[PlacedRun], limits: Limits) -> Forecast:
@@ -73,6 +77,7 @@ def _needs(found: Forecast) -> str:
     for tier in (Tier.DEVICE, Tier.HOST):
         kinds = {category.value: nbytes for category, nbytes in found.memory[tier].items() if nbytes}
         detail = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in kinds.items())
-        most = show_bytes(found.capacity[tier])
+        detail += "; never all at once" if sum(kinds.values()) > found.total(tier) else ""
+        most = f"the {show_bytes(found.capacity[tier])} that states may have"
         parts.append(f"the {tier} would hold {show_bytes(found.total(tier))} of {most}" + (f" ({detail})" if detail else ""))
     return "; ".join(parts)

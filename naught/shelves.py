@@ -53,6 +53,7 @@ class HostShelf:
             raise PlacementError(
                 f"{show_bytes(self.held)} of host memory are held, and {show_bytes(nbytes)} more would exceed the limit of "
                 f"{show_bytes(self.limit)}",
+                where="naught.host_memory",
                 fix="raise the limit, or let more of the states rest on the device: naught plan tells what fits",
             )
         if self.apart and nbytes:

@@ -81,10 +81,9 @@ def _one_ahead(outer: Sequence[UnitBytes], inner: Sequence[UnitBytes]) -> Budget
     def pair(nbytes: Callable[[UnitBytes], int]) -> int:
         return max((nbytes(a) + nbytes(b) for a, b in pairwise(inner)), default=0)
 
-    everything = [*outer, *inner]
     return Budgets(
-        ahead_bytes=2 * max((size.weights for size in everything), default=0),
-        live_bytes=sum(size.weights for size in everything),
+        ahead_bytes=2 * max((size.weights for size in inner), default=0),
+        live_bytes=sum(size.weights for size in [*outer, *inner]),
         load_bytes=pair(lambda size: size.weight_shard),
         read_weight_bytes=pair(lambda size: size.weight_shard),
         read_state_bytes=pair(lambda size: size.state_shard),

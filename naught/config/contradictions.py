@@ -49,6 +49,9 @@ def _pool(config: Config) -> Iterator[Conflict]:
             yield Conflict(("naught.placement", "zero_optimization.stage"), f"{ours.placement} needs stage 3", "set stage to 3")
         if ours.tiles > 1:
             yield Conflict(("naught.tiles", "zero_optimization.stage"), "tiles need stage 3", "set stage to 3")
+    if ours.gpu_memory is not None and ours.activation_memory is not None and ours.activation_memory >= ours.gpu_memory:
+        paths = ("naught.activation_memory", "naught.gpu_memory")
+        yield Conflict(paths, "activations would have all of the device's memory", "make it smaller, or raise naught.gpu_memory")
     for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if ours.placement != "stage" and block and block.device != "none":
             paths = ("naught.placement", f"zero_optimization.{name}")

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from naught.config.refused import REFUSED
 from naught.config.schema import Config
-from naught.config.types import Block, Key
+from naught.config.types import SIZE, Block, Key
 
 __all__ = [
     "Entry",
@@ -147,6 +147,8 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     names = {bool: "true or false", str: "a text", type(None): "null"}
     if annotation in names:
         return names[annotation]
+    if SIZE in metadata:
+        return 'bytes, or a size such as "32GB"'
     return {int: "a whole number", float: "a finite number"}[annotation] + _range(metadata)
 
 

@@ -23,14 +23,18 @@ __all__ = ["Naught"]
 class Naught(Block):
     placement: Annotated[
         Literal["stage", "auto", "pooled"],
-        Key("stage: as zero_optimization says; auto or pooled: each unit's states go to the nearest tier with room"),
+        Key(
+            "stage: as zero_optimization says; auto (or pooled, the same), at stage 3: each unit's states go to the nearest tier "
+            "with room"
+        ),
     ] = "stage"
     gpu_memory: Annotated[
-        Size | None, Key('device memory that a rank may have, such as "32GB"; null: what is free', "null limits nothing by stage")
+        Size | None,
+        Key('device memory that a rank may have, in bytes or such as "32GB"; null: no limit, and in a pool what is free'),
     ] = None
-    host_memory: Annotated[Size | None, Key("host memory that the ranks of a host may have for states; null: what is free")] = (
-        None
-    )
+    host_memory: Annotated[
+        Size | None, Key('host memory that the ranks of a host may have for states, in bytes or such as "100GB"; null: the same')
+    ] = None
     activation_memory: Annotated[
         Size | None, Key("device memory that no states may have; null: a tenth of what a rank may have")
     ] = None

@@ -129,7 +129,8 @@ Real = Annotated[float, BeforeValidator(_real)]
 Share = Annotated[Real, Field(ge=0, le=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 Count = Annotated[Whole, Field(ge=0)]
-Size = Annotated[int, BeforeValidator(_nbytes), Field(ge=1), WithJsonSchema({"type": ["integer", "string"]})]
+SIZE = WithJsonSchema({"type": ["integer", "string"]})
+Size = Annotated[int, BeforeValidator(_nbytes), Field(ge=1), SIZE]
 Flag = StrictBool
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Names = tuple[Text, ...]
