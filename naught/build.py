@@ -16,15 +16,15 @@ from naught.describe import describe
 from naught.errors import ModelError, UsageError
 from naught.filling import Filling
 from naught.flat import Meter
-from naught.gradients import GradTypes
 from naught.hints import leaf_names, renew_loans
+from naught.home import GradTypes, Home, Types
 from naught.layout import ALIGN_NUMEL
 from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Kind, Place, Placement, Tier
 from naught.pooling import Limits, place_in_pool, refuse_what_does_not_fit
 from naught.precision import DTYPES, Precision, kept_in_fp32
-from naught.segment import Home, Segment, Types
+from naught.segment import Segment
 from naught.shapes import Run
 from naught.sizes import PlacedRun
 from naught.tiers import host_side

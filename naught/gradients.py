@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from naught.block_norms import norms_of
-from naught.comm import Group, Pending
+from naught.comm import Pending
 from naught.flat import Flat, Meter
 from naught.holding import Buffer
+from naught.home import GradTypes, Home
 from naught.layout import Layout
-from naught.placement import Placement
 
-__all__ = ["Content", "DeviceSum", "GradTypes", "Gradients", "Sum"]
-
-
-class GradTypes(NamedTuple):
-    """The types of a flat of gradients, and of a sum that has left it."""
-
-    flat: torch.dtype
-    sums: torch.dtype
+__all__ = ["Content", "DeviceSum", "Gradients", "Sum"]
 
 
 class Content(Enum):
@@ -104,15 +97,13 @@ class Gradients:
         params: Sequence[nn.Parameter],
         layout: Layout,
         types: GradTypes,
-        placement: Placement,
-        group: Group,
-        meter: Meter,
-        share: Callable[[], float],
+        home: Home,
         owned: Sum,
     ) -> None:
-        self.params, self.placement, self.group, self.share = list(params), placement, group, share
+        placement, group = home.placement, home.group
+        self.params, self.placement, self.group, self.share = list(params), placement, group, home.share
         category = Buffer.GRAD_FLATS if placement.sums_leave else Buffer.WHOLE_GRADS
-        self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=meter)
+        self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=home.meter)
         self.shard = slice(*layout.shard(group.rank))
         self.content = Content.NOTHING
         self.filled = [False] * len(self.params)  # in the flat

@@ -56,9 +56,10 @@ class States:
     def keep_masters(self, masters: Tensor) -> None:
         self.masters = self.shelf.take(self.owned.numel, torch.float32, "masters", travels=True).copy_(masters)
 
-    def keep_rests(self) -> None:
+    def keep_rests(self) -> Tensor:
         """Keep rests instead of masters."""
         self.rests = self.shelf.take(self.owned.numel, torch.int16, "rests")
+        return self.rests
 
     def follow(self, weights: Tensor, before: Tensor) -> None:
         """Somebody has written to the weights: where they are not what they were, masters or rests are theirs."""

@@ -14,13 +14,13 @@ from naught.devices import free_host_bytes, room_on
 from naught.ferry import Ferry
 from naught.flat import Meter
 from naught.formulas import Recipe
+from naught.home import HostSide
 from naught.host_crew import HostCrew, cores_of
 from naught.job import Job
 from naught.machine import detect
 from naught.placement import Kind, Tier
 from naught.pooling import Limits
 from naught.precision import Precision
-from naught.segment import HostSide
 from naught.shelves import HostShelf
 
 __all__ = ["host_side", "limits_here", "limits_of_bytes"]

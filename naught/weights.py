@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from naught.comm import Group
 from naught.errors import UsageError
-from naught.flat import Flat, Meter
+from naught.flat import Flat
 from naught.guard import Guard
 from naught.holding import Buffer
+from naught.home import Home, Types
 from naught.husks import Husks
 from naught.layout import Layout
-from naught.rounding import Rounds
 from naught.shelves import DeviceShelf, Shelf
 
 __all__ = ["Weights"]
@@ -29,20 +28,18 @@ class Weights:
         self,
         params: Sequence[nn.Parameter],
         layout: Layout,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: Group,
-        meter: Meter,
+        types: Types,
+        home: Home,
         shelf: Shelf | None,
         *,
         split: bool,
-        rounds: Rounds,
     ) -> None:
+        group, dtype, device = home.group, types.weights, home.device
         self.params, self.layout, self.group, self.split, self.shelf = list(params), layout, group, split, shelf
-        self.rounds = rounds
+        self.rounds = types.rounds
         # A rank alone would keep a copy of all of it: where that rests on the device, the flat itself is the shard.
         self.stays = not split or (group.size == 1 and isinstance(shelf, DeviceShelf))
-        self.flat = Flat(layout, dtype, device, category="weights" if self.stays else Buffer.GATHERED, meter=meter)
+        self.flat = Flat(layout, dtype, device, category="weights" if self.stays else Buffer.GATHERED, meter=home.meter)
         self.shard: Tensor | None = self.flat.slices[group.rank]
         self.bound = False  # the parameters are views of the flat
         self.husks = Husks(layout, dtype, device)

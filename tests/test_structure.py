@@ -93,7 +93,7 @@ LAYERS = [
         "comm",
         "flat",
     ],
-    ["block_norms", "rounding", "shelves", "ferry", "host_crew", "stash"],
+    ["block_norms", "rounding", "shelves", "ferry", "host_crew", "stash", "home", "folded", "beside"],
     ["shortage", "stall", "husks", "guard", "weights", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",
@@ -197,6 +197,9 @@ TORCH_ALLOWED = {
         "ferry",
         "host_crew",
         "stash",
+        "home",
+        "folded",
+        "beside",
         "streams",
     ),
     *("schedule", "hooks", "scout", "agreement", "build", "update", "watch", "passes", "engine"),

@@ -1,0 +1,45 @@
+"""Beside: an update of a segment on the host that runs beside everything else, and new weights that follow it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from naught.ferry import Arrival
+from naught.home import HostSide
+from naught.rounding import Rounds
+
+__all__ = ["Beside"]
+
+
+class Beside:
+    """What is under way of one segment, if anything is."""
+
+    def __init__(self, host: HostSide, rounds: Rounds) -> None:
+        self.host, self.rounds = host, rounds
+        self.updating: Future[None] | None = None  # an update that may not be over
+        self.coming: Arrival | None = None  # new weights that may still be on their way to where they rest
+
+    def update(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
+        """Have it updated, piece by piece."""
+        self.wait()
+        self.updating = self.host.crew.ask(pieces, do)
+        return self.updating
+
+    def wait(self) -> None:
+        """Until no update is under way. One that failed is never over."""
+        if self.updating is not None:
+            self.updating.result()
+            self.updating = None
+
+    def bring(self, masters: Tensor, into: Tensor) -> Arrival:
+        """Weights as the update leaves them."""
+        return Arrival(self.host.ferry, masters, into, self.updating, self.rounds)
+
+    def arrive(self) -> None:
+        """From here on the device finds new weights where they rest."""
+        if self.coming is not None:
+            self.coming.wait()
+            self.coming = None

@@ -1,0 +1,69 @@
+"""Home: where the segments of a unit live, and in which types. One of each for a unit, handed to all that it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from naught.comm import Group
+from naught.ferry import Ferry
+from naught.flat import Meter
+from naught.host_crew import HostCrew
+from naught.placement import Placement, Tier
+from naught.rounding import Rounds, half_up, nearest
+from naught.shelves import DeviceShelf, Shelf
+
+__all__ = ["GradTypes", "Home", "HostSide", "Types"]
+
+
+class GradTypes(NamedTuple):
+    """The types of a flat of gradients, and of a sum that has left it."""
+
+    flat: torch.dtype
+    sums: torch.dtype
+
+
+class Types(NamedTuple):
+    """The types of a segment's weights and gradients. With small masters 16-bit weights are rounded half up, and where they are
+    on the device, rests are kept beside them instead of masters."""
+
+    weights: torch.dtype
+    grads: GradTypes
+    small_masters: bool = False
+
+    @property
+    def rounds(self) -> Rounds:
+        return half_up if self.small_masters else nearest
+
+
+class HostSide(NamedTuple):
+    """What a rank has on its host: memory, the way there and back, and threads that update."""
+
+    shelf: Shelf
+    ferry: Ferry
+    crew: HostCrew
+
+    def close(self) -> None:
+        """Once nothing rests there any more."""
+        self.crew.stop()
+        self.ferry.close()
+
+
+class Home(NamedTuple):
+    """Where a segment lives: its placement, the ranks that share it, their device, who counts its bytes, what share of its
+    step a gradient is, and the host, if anything rests there."""
+
+    placement: Placement
+    group: Group
+    device: torch.device
+    meter: Meter
+    share: Callable[[], float]
+    host: HostSide | None
+
+    def shelf(self, tier: Tier) -> Shelf:
+        if tier is Tier.DEVICE:
+            return DeviceShelf(self.device, self.meter)
+        assert self.host is not None
+        return self.host.shelf
