@@ -47,10 +47,15 @@ def advise(model: Model, activations: Activations | None, machine: Machine, job:
         best_forecast(name, [PlacedRun(run, placement) for run in model.runs], measure, machine, job, automatic=automatic)
         for name, placement in PLACEMENTS.items()
     ]
-    pooled = pool(model.runs, measure, machine, job, automatic=automatic)
-    rows.append(best_forecast(POOLED, pooled, measure, machine, job, automatic=automatic))
+    pooled = pool(model.runs, measure, machine, _small(job), automatic=automatic)
+    rows.append(best_forecast(POOLED, pooled, measure, machine, _small(job), automatic=automatic))
     largest = {row.name: largest_numel(row.name, machine, job, automatic=automatic) for row in rows}
     return Advice(tuple(rows), tuple(pooled), largest)
+
+
+def _small(job: Job) -> Job:
+    """In a pool gradients are no wider on the host than they are summed: what counts is how much it holds."""
+    return replace(job, host_grad=0)
 
 
 def _formula(model: Model) -> Activations:
@@ -110,6 +115,7 @@ def _tiles_needed(found: Forecast, placed: Sequence[PlacedRun]) -> int:
 
 def largest_numel(name: str, machine: Machine, job: Job, *, automatic: bool = True) -> int:
     """The largest GPT of the papers' proportions that a placement holds, to half a percent; 0 if none."""
+    job = _small(job) if name == POOLED else job
 
     def fits(numel: int) -> bool:
         model = gpt_of_count(numel)

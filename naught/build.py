@@ -85,6 +85,7 @@ _HEEDED = (
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
     "naught.small_masters",
+    "naught.wide_gradients",
     "naught.placement",
     "naught.gpu_memory",
     "naught.host_memory",
@@ -164,7 +165,7 @@ def build_units(
         placement, parts = placements[spec.name], []
         for key, layout in segments(spec, world=group.size).items():
             weights = dtypes[layout.slots[0].name]
-            grads = GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights))
+            grads = GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights), precision.on_host_of(weights))
             types = Types(weights, grads, small_masters=config.naught.small_masters)
             members = [params[slot.name] for slot in layout.slots]
             groups = [membership.group_of(param) for param in members] if key.trainable else []

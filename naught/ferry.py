@@ -13,7 +13,7 @@ from torch import Tensor
 
 from naught.block_norms import norms_of
 from naught.flat import Meter
-from naught.holding import STAGING_SLOTS, STRETCH_NUMEL, Buffer
+from naught.holding import SLOT_NUMEL, STAGING_SLOTS, STRETCH_NUMEL, Buffer
 from naught.rounding import Rounds
 from naught.streams import Lane, Point, here
 
@@ -44,7 +44,7 @@ class Ferry:
     def __init__(self, device: torch.device, meter: Meter, largest_numel: int) -> None:
         self.device, self.down, self.up = device, Lane(device), Lane(device)
         self.apart = device.type != "cpu"  # else all memory is one, and nothing is staged
-        numel = min(STRETCH_NUMEL, largest_numel)
+        numel = min(SLOT_NUMEL, largest_numel)  # of 32 bits; of 16 as many again
         self.slots = [_Slot(numel, device) for _ in range(STAGING_SLOTS - 1 if self.apart else 0)]
         self.landing = _Slot(numel, device) if self.apart else None  # for what comes up and is cast
         self.lock = threading.Lock()  # around the landing
@@ -52,12 +52,18 @@ class Ferry:
         self.nbytes, self.meter = sum(slot.room.nbytes for slot in staged), meter
         meter.change(Buffer.STAGING, self.nbytes)
 
-    def send(self, part: Tensor, home: Tensor, *, onto: bool) -> Sent:
-        """Bring a sum to its home on the host, or add it to the one that is there. The part may be let go at once."""
-        norms: list[Tensor] = []
-        for piece, place in zip(_stretches(part), _stretches(home), strict=True):
-            total = place.to(self.device, non_blocking=True, copy=True).add_(piece) if onto else piece.to(place.dtype)
-            norms += norms_of(total)
+    def send(self, part: Tensor, home: Tensor, dtype: torch.dtype, *, onto: bool) -> Sent:
+        """Bring a sum of a type to its home on the host, or add it to the one that is there. The part may be let go at once."""
+        as_it_is = part.dtype == dtype and not onto
+        norms = norms_of(part) if as_it_is else []
+        # As much at a time as a slot holds: what is asked of the device seldom costs the host little.
+        numel = SLOT_NUMEL * 4 // home.itemsize if as_it_is else STRETCH_NUMEL
+        for piece, place in zip(_stretches(part, numel), _stretches(home, numel), strict=True):
+            total = piece.to(dtype)
+            if onto:
+                total = place.to(self.device, non_blocking=True).to(dtype, copy=not self.apart).add_(total)
+            if not as_it_is:
+                norms += norms_of(total)
             self._land(total, place)
         return Sent(norms, self.down.point())
 
@@ -92,14 +98,14 @@ class Ferry:
                 into.copy_(source, non_blocking=True)
             else:
                 assert self.landing is not None
-                for piece, place in zip(_stretches(source), _stretches(into), strict=True):
+                for piece, place in zip(_stretches(source, SLOT_NUMEL), _stretches(into, SLOT_NUMEL), strict=True):
                     landed = self.landing.of(piece.numel(), piece.dtype)
                     rounds(place, landed.copy_(piece, non_blocking=True))  # in the order of one lane
             return self.up.point()
 
 
-def _stretches(tensor: Tensor) -> Sequence[Tensor]:
-    return torch.split(tensor, STRETCH_NUMEL) if tensor.numel() else ()
+def _stretches(tensor: Tensor, numel: int) -> Sequence[Tensor]:
+    return torch.split(tensor, numel) if tensor.numel() else ()
 
 
 class Arrival:

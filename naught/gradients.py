@@ -31,7 +31,7 @@ class Content(Enum):
 class Sum(Protocol):
     """A sum that has left its flat, so that the next micro-batch can be added to it."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which it rests
 
     @property
     def empty(self) -> bool:

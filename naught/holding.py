@@ -16,6 +16,7 @@ from naught.steps import Placements, Sizes, Step, UnitBytes, Verb
 
 __all__ = [
     "LIVES",
+    "SLOT_NUMEL",
     "STAGING_SLOTS",
     "STRETCH_NUMEL",
     "Buffer",
@@ -26,13 +27,14 @@ __all__ = [
     "staging_bytes",
 ]
 
-# What goes between device and host goes in stretches of so many elements, through so many slots of 32 bits each.
-STRETCH_NUMEL, STAGING_SLOTS = 1 << 23, 4
+# What is reckoned on a device is reckoned in stretches of so many elements; what goes between it and the host goes through slots
+# of so many elements of 32 bits each, and so many of them.
+STRETCH_NUMEL, SLOT_NUMEL, STAGING_SLOTS = 1 << 23, 1 << 24, 4
 
 
 def staging_bytes(largest_numel: int) -> int:
     """Of all slots, where the largest part that travels has so many elements."""
-    return STAGING_SLOTS * min(STRETCH_NUMEL, largest_numel) * 4
+    return STAGING_SLOTS * min(SLOT_NUMEL, largest_numel) * 4
 
 
 class Buffer(StrEnum):

@@ -19,10 +19,12 @@ __all__ = ["GradTypes", "Home", "HostSide", "Types"]
 
 
 class GradTypes(NamedTuple):
-    """The types of a flat of gradients, and of a sum that has left it."""
+    """The types of a flat of gradients, of a sum that has left it, and of one that waits on the host: there it may be wider than
+    it was summed, so that the update finds it as it needs it."""
 
     flat: torch.dtype
     sums: torch.dtype
+    on_host: torch.dtype
 
 
 class Types(NamedTuple):

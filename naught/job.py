@@ -34,6 +34,7 @@ class Job:
     checkpointing: Checkpointing = Checkpointing.BLOCK
     fused_attention: bool = True
     summed_grad: int = 4
+    host_grad: int = 4  # the least that one which waits on the host takes: as wide as the update there needs it
 
     def __post_init__(self) -> None:
         if min(self.micro_batch, self.seq, self.accumulation) < 1:
@@ -43,6 +44,11 @@ class Job:
     def kept_grad(self) -> int:
         """Bytes of a gradient that waits for the update: 32-bit when micro-batches are summed, unless told otherwise."""
         return self.summed_grad if self.accumulation > 1 else self.recipe.grad
+
+    @property
+    def kept_host_grad(self) -> int:
+        """The same on the host."""
+        return max(self.kept_grad, self.host_grad)
 
 
 class ActivationBytes(NamedTuple):

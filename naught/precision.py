@@ -24,13 +24,15 @@ class Precision:
     """Types of the weights that modules compute with, of gradients on the wire, and of their sum over micro-batches.
 
     Where weights have 16 bits there are 32-bit masters, and an update works on those. `wire` is None where gradients
-    travel as they are. If they all `leave` after each micro-batch, no sum is taken where they are collected.
+    travel as they are. If they all `leave` after each micro-batch, no sum is taken where they are collected. On the host sums
+    are kept `wide`, in the 32 bits that an update needs.
     """
 
     weights: torch.dtype
     sums: torch.dtype
     wire: torch.dtype | None = None
     leave: bool = False
+    wide: bool = False
 
     def weights_of(self, param: torch.Tensor) -> torch.dtype:
         """The type of a parameter's weights: only 32-bit floats are lowered."""
@@ -45,6 +47,10 @@ class Precision:
         """The type of a sum over micro-batches; never less than the weights' own."""
         return torch.float32 if torch.float32 in (weights, self.sums) else self.sums
 
+    def on_host_of(self, weights: torch.dtype) -> torch.dtype:
+        """The type of a sum that waits on the host."""
+        return torch.float32 if self.wide else self.sums_of(weights)
+
 
 def precision_of(config: Config, accumulation: int) -> Precision:
     low = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
@@ -53,7 +59,9 @@ def precision_of(config: Config, accumulation: int) -> Precision:
     accumulated = config.data_types.grad_accum_dtype
     sums = DTYPES[accumulated] if accumulated else (torch.float32 if accumulation > 1 else weights)
     wire = config.communication_data_type
-    return Precision(weights, sums, DTYPES[wire] if wire else None, leave=config.naught.reduce_every_micro_batch)
+    ours = config.naught
+    wide = ours.placement == "stage" if ours.wide_gradients is None else ours.wide_gradients
+    return Precision(weights, sums, DTYPES[wire] if wire else None, leave=ours.reduce_every_micro_batch, wide=wide)
 
 
 def loss_scale_of(config: Config) -> LossScale:

@@ -26,6 +26,10 @@ from naught.weights import Weights
 __all__ = ["Segment"]
 
 
+def _put_back(near: Tensor, place: Tensor) -> None:
+    place.copy_(near)
+
+
 class Segment:
     """Parameters that share dtype and trainability: their weights, gradients and states. `groups` tells the parameter group
     of each; there are none where nothing is trained."""
@@ -59,7 +63,7 @@ class Segment:
         if remote:
             assert home.host is not None
             self.beside = Beside(home.host, types.rounds)
-            owner = HostSum(owned.numel, types.grads.sums, home.host.ferry, home.host.shelf)
+            owner = HostSum(owned.numel, types.grads, home.host.ferry, home.host.shelf)
         self.grads = Gradients(params, layout, types.grads, home, owner)
 
     @property
@@ -119,9 +123,18 @@ class Segment:
         states = self.states
         if self.folded is None:
             weights = self.exact
+            if weights.device != total.device:
+                return self._due_brought_up(states.cuts(how, used), weights, total)
             return (states.part(cut, weights, total) for cut in states.cuts(how, used))
         self.folded.copy = None
         return self._due_unfolded(states.cuts(how, used), self.target, self.folded.rests, total)
+
+    def _due_brought_up(self, cuts: Sequence[Cut], weights: Tensor, total: Tensor) -> Iterator[Part]:
+        """Weights that rest on the host, with their states on the device, are brought up when it is their turn."""
+        for cut in cuts:
+            place = weights[slice(*cut.span)]
+            near = place.to(total.device)
+            yield self.kept.part(cut, near, total, whole=False)._replace(after=partial(_put_back, near, place))
 
     def _due_unfolded(self, cuts: Sequence[Cut], weights: Tensor, rests: Tensor, total: Tensor) -> Iterator[Part]:
         """Masters are put together when it is their turn, and taken apart again behind it."""

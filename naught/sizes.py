@@ -54,7 +54,7 @@ def unit_bytes(run: Run, placement: Placement, world: int, job: Job) -> UnitByte
         weights=weights * job.recipe.weight,
         weight_shard=weights // world * job.recipe.weight,
         grads=trained * (job.recipe.grad if placement.grad.split else job.kept_grad),
-        grad_shard=trained // world * job.kept_grad,
+        grad_shard=trained // world * (job.kept_host_grad if placement.sums_rest is Tier.HOST else job.kept_grad),
         state_shard=trained // (world if placement.optim.split else 1) * _state(placement, job),
         trained=trained > 0,
     )
@@ -68,7 +68,7 @@ def _state(placement: Placement, job: Job) -> int:
     on the host a place for the gradients that do not rest there."""
     recipe = job.recipe
     if placement.optim.tier is Tier.HOST:
-        return recipe.moments + _MASTER + (job.kept_grad if placement.grad.tier is Tier.DEVICE else 0)
+        return recipe.moments + _MASTER + (job.kept_host_grad if placement.grad.tier is Tier.DEVICE else 0)
     needs_copy = recipe.master == 0 and placement.optim.tier is Tier.DISK and placement.param.tier is Tier.DEVICE
     return recipe.state + (recipe.weight if needs_copy else 0)
 

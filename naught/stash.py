@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-import torch
 from torch import Tensor
 
 from naught.block_norms import norms_of
 from naught.ferry import Ferry, Sent
+from naught.home import GradTypes
 from naught.shelves import Shelf
 
 __all__ = ["HostSum"]
@@ -18,9 +18,9 @@ class HostSum:
     """Leaves the device as soon as it is there. Its norm is taken on the way, by the same kernel as that of a sum that stays,
     so that it is the same."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, ferry: Ferry, shelf: Shelf) -> None:
-        self.dtype, self.ferry, self.shelf = dtype, ferry, shelf
-        self.home = shelf.take(numel, dtype, "gradients", travels=True)
+    def __init__(self, numel: int, types: GradTypes, ferry: Ferry, shelf: Shelf) -> None:
+        self.dtype, self.summed, self.ferry, self.shelf = types.on_host, types.sums, ferry, shelf
+        self.home = shelf.take(numel, self.dtype, "gradients", travels=True)
         self.sent: Sent | None = None  # None: there is no sum
         self.reader: Future[None] | None = None  # an update that may still read what was here before
 
@@ -46,12 +46,14 @@ class HostSum:
             self.reader = None
         if self.sent is not None:
             self.sent.arrived.hold(self.ferry.device)  # what is there is brought up again, and must be there
-        self.sent = self.ferry.send(part, self.home, onto=self.sent is not None)
+        self.sent = self.ferry.send(part, self.home, self.summed, onto=self.sent is not None)
 
     def rewritten(self) -> None:
         """Somebody has written to its home."""
         assert self.sent is not None
-        self.sent = self.sent._replace(norms=[norms.to(self.ferry.device) for norms in norms_of(self.home)])
+        summed = self.home.to(self.summed)
+        self.home.copy_(summed)  # no wider than what is summed elsewhere
+        self.sent = self.sent._replace(norms=[norms.to(self.ferry.device) for norms in norms_of(summed)])
 
     def drop(self) -> None:
         self.sent = None

@@ -61,6 +61,7 @@ def limits_of_bytes(
         Job(
             accumulation=2 if precision.sums is torch.float32 else 1,  # all that matters here is how wide sums are
             recipe=Recipe(wide, wide, master, 4 * moments),
+            host_grad=4 if precision.wide else 0,
         ),
         gpu // 10 if ours.activation_memory is None else ours.activation_memory,
     )

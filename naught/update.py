@@ -25,7 +25,7 @@ __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
-_HOST_NUMEL = 1 << 21  # that a thread updates at a time on the host: with less, threads wait for each other's Python
+_HOST_BYTES = 1 << 24  # of gradients that a thread updates at a time on the host: with less, threads wait for each other's Python
 
 
 class Norm(NamedTuple):
@@ -187,7 +187,7 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
     assert states.masters is not None
     assert host is not None
     crew, masters, home, arrived = host.crew, states.masters, stash.home, stash.sent.arrived
-    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, _HOST_NUMEL)), used)
+    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, _HOST_BYTES // home.itemsize)), used)
 
     def update_piece(at: int) -> None:
         arrived.wait()

@@ -32,7 +32,7 @@ def test_stage_2_is_what_the_zero_paper_says():
     assert zero2(BILLION, num_gpus_per_node=8, num_nodes=2, cpu_offload=False) == (0, device)
     offloaded = zero2(BILLION, num_gpus_per_node=8, num_nodes=2)
     assert offloaded.gpu_bytes == 2 * BILLION  # the 16-bit weights
-    assert offloaded.cpu_bytes == (2 + 4 + 8) * BILLION // 2  # gradients, masters and moments of half the ranks
+    assert offloaded.cpu_bytes == (4 + 4 + 8) * BILLION // 2  # 32-bit gradients, masters and moments of half the ranks
 
 
 def test_stage_3_is_what_the_zero_paper_says_and_a_layer():
@@ -49,9 +49,9 @@ def test_the_largest_layer_counts_and_every_parameter():
 
 def test_offloading_moves_states_from_the_gpus_to_the_hosts():
     cpu, gpu, layer = zero3(BILLION, LAYER, 8, 2, cpu_offload=True, cpu_offload_params=False)
-    assert (cpu, gpu - layer) == (14 * BILLION // 2, 2 * BILLION // 16)
+    assert (cpu, gpu - layer) == (16 * BILLION // 2, 2 * BILLION // 16)
     cpu, gpu, layer = zero3(BILLION, LAYER, 8, 2)
-    assert (cpu, gpu) == (14 * BILLION // 2, layer)  # weights are made of their masters
+    assert (cpu, gpu) == (16 * BILLION // 2, layer)  # weights are made of their masters
 
 
 def test_parameters_stay_with_the_optimizer():
@@ -154,11 +154,11 @@ def test_a_frozen_model_has_no_states_in_stage_2(capsys):
 def test_cold_tables_show_every_choice(capsys):
     text = needs.estimate_zero2_model_states_mem_needs_all_cold(10**9, 8)
     assert "1.00B parameters in stage 2, 1 node of 8 GPUs" in text
-    assert row_of(text, "offload_optimizer=cpu") == ("14.0 GB", "2.00 GB")
+    assert row_of(text, "offload_optimizer=cpu") == ("16.0 GB", "2.00 GB")
     assert row_of(text, "offload_optimizer=none") == ("0 B", "3.75 GB")
     text = needs.estimate_zero3_model_states_mem_needs_all_cold(10**9, 10**7, 8, 2)
     assert "in stage 3, 2 nodes of 8 GPUs" in text
     assert len(text.splitlines()) == 3 + 6
-    assert row_of(text, "offload_optimizer=cpu  offload_param=cpu  zero_init=1") == ("7.00 GB", "40.0 MB")
+    assert row_of(text, "offload_optimizer=cpu  offload_param=cpu  zero_init=1") == ("8.00 GB", "40.0 MB")
     assert row_of(text, "offload_optimizer=none offload_param=none zero_init=0") == ("32.0 GB", "1.04 GB")
     assert capsys.readouterr().out.count("each GPU") == 2

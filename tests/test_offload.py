@@ -43,6 +43,8 @@ PLACES = {
 }
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 SMALL = BF16 | {"naught": {"small_masters": True}}
+NARROW = BF16 | {"naught": {"wide_gradients": False}}
+SUMMED_IN_16 = BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}
 BOTH = {"stage3_param_persistence_threshold": 0, "offload_optimizer": HOST, "offload_param": HOST}
 
 
@@ -89,6 +91,9 @@ SELECTION = [
     ("convolution", 3, 3, 0.0, "param-only", {}),
     ("plain", 2, 1, 0.5, "stage1-offload", BF16),
     ("unused_parameters", 1, 1, 0.5, "stage1-offload", SMALL),
+    ("plain", 2, 1, 0.5, "stage2-offload", NARROW),
+    ("tied", 2, 3, 0.5, "infinity-host", SUMMED_IN_16),
+    ("lora", 1, 3, 0.5, "stage3-offload", SUMMED_IN_16 | {"naught": {"wide_gradients": False}}),
 ]
 
 
@@ -113,7 +118,7 @@ def held_on_host(more: dict, accumulation: int) -> tuple[dict[str, int], dict[st
     return peak, {name: nbytes for name, nbytes in engine.planned().items() if name.startswith("host ")}, numel
 
 
-@pytest.mark.parametrize(("more", "accumulation", "each"), [(BF16, 1, 14), (BF16, 2, 16), ({}, 1, 16)])
+@pytest.mark.parametrize(("more", "accumulation", "each"), [(BF16, 1, 16), (NARROW, 1, 14), (NARROW, 2, 16), ({}, 1, 16)])
 def test_the_host_holds_no_more_than_it_must_for_each_parameter_of_the_shard(two, more, accumulation, each):
     for held, planned, numel in two.run(held_on_host, more, accumulation):
         assert sum(held.values()) == each * numel

@@ -93,7 +93,7 @@ LAYERS = [
         "comm",
         "flat",
     ],
-    ["block_norms", "rounding", "shelves", "ferry", "host_crew", "stash", "home", "folded", "beside"],
+    ["block_norms", "rounding", "shelves", "ferry", "host_crew", "home", "stash", "folded", "beside"],
     ["shortage", "stall", "husks", "guard", "weights", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",

@@ -188,6 +188,8 @@ def _job(options: argparse.Namespace, config: Config | None, world: int) -> Job:
             given["checkpointing"] = Checkpointing.HOST
         if config.data_types.grad_accum_dtype in ("bf16", "fp16"):
             given["summed_grad"] = 2
+        if config.naught.wide_gradients is False:
+            given["host_grad"] = 0
     flags = {"micro_batch": options.batch, "seq": options.seq, "accumulation": options.accumulation}
     given |= {name: value for name, value in flags.items() if value is not None}
     if options.activations != "auto":

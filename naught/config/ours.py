@@ -63,6 +63,14 @@ class Naught(Block):
             "every parameter whose states are on the device"
         ),
     ] = False
+    wide_gradients: Annotated[
+        Flag | None,
+        Key(
+            "gradients that wait on the host have 32 bits, as its update needs them: faster, for 2 bytes more of every parameter "
+            "there; the result is the same",
+            "unless the memory is pooled",
+        ),
+    ] = None
     async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
     keep_last: Annotated[
         Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")

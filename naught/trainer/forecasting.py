@@ -56,6 +56,7 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
         accumulation=batch.accumulation,
         recipe=_bytes(recipe),
         checkpointing=checkpointing,
+        host_grad=4 if precision_of(recipe, batch.accumulation).wide else 0,
     )
     runs = model_of(model).runs
     activations = _activations(model, recipe, batch.micro)
