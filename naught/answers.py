@@ -60,6 +60,7 @@ class Answers(nn.Module):
         """What changes states comes here first: not inside of gathered(), and not while a save still copies them."""
         self.refuse_inside_gathered()
         self.background.settle()
+        self.passes.catch_up()
 
     def refuse_away(self) -> None:
         """Nothing can be done to states that are not there."""

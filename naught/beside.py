@@ -21,11 +21,20 @@ class Beside:
         self.host, self.rounds = host, rounds
         self.updating: Future[None] | None = None  # an update that may not be over
         self.coming: Arrival | None = None  # new weights that may still be on their way to where they rest
+        self.behind = False  # weights do not follow the last update yet
 
     def update(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
-        """Have it updated, piece by piece."""
-        self.wait()
-        self.updating = self.host.crew.ask(pieces, do)
+        """Have it updated, piece by piece, once the last update is over and what it has left has been copied away."""
+        last, coming = self.updating, self.coming
+
+        def do_in_turn(piece: int) -> None:
+            if last is not None:
+                last.result()
+            if coming is not None:
+                coming.wait_here()
+            do(piece)
+
+        self.updating = self.host.crew.ask(pieces, do_in_turn)
         return self.updating
 
     def wait(self) -> None:

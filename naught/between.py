@@ -49,6 +49,7 @@ class Between(Answers):
     @contextmanager
     def _lending(self, params: Iterable[nn.Parameter] | None, writer: int | None) -> Iterator[None]:
         self.background.settle()  # when it is opened, which may be later
+        self.passes.catch_up()
         with self.passes.lending(params, writer):
             yield
 
@@ -122,6 +123,7 @@ class Between(Answers):
             beside=self.settings.naught.async_save if asynchronous is None else asynchronous,
         )
         with self.watchdog.resting():
+            self.passes.catch_up()  # so that who goes on and who loads it goes on alike
             save = begin(self, store, asked, client_state or {})
             if asked.beside:
                 self.background.start(save)

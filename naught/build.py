@@ -86,6 +86,7 @@ _HEEDED = (
     "naught.lazy_weights",
     "naught.small_masters",
     "naught.wide_gradients",
+    "naught.delay_update_after",
     "naught.placement",
     "naught.gpu_memory",
     "naught.host_memory",
@@ -262,4 +263,5 @@ def limits_of(config: Config, element_bytes: int) -> UpdateLimits:
         skips=not config.bf16.enabled or config.bf16.check_grad_overflow,
         part_numel=max(ALIGN_NUMEL, (zero.sub_group_size or _NO_LIMIT) // ALIGN_NUMEL * ALIGN_NUMEL),
         flight_bytes=zero.allgather_bucket_size * element_bytes,
+        delay_after=config.naught.delay_update_after,
     )

@@ -131,6 +131,10 @@ class Arrival:
     def _bring(self) -> Point:
         return self.ferry.bring(self.source, self.into, self.began, self.rounds)
 
+    def wait_here(self) -> None:
+        """Keep the host until they are there: from then on they may change where they came from."""
+        self.set_out.result().wait()
+
     def wait(self) -> None:
         """From here on the device finds them."""
         self.set_out.result().hold(self.ferry.device)

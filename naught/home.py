@@ -41,11 +41,13 @@ class Types(NamedTuple):
 
 
 class HostSide(NamedTuple):
-    """What a rank has on its host: memory, the way there and back, and threads that update."""
+    """What a rank has on its host: memory, the way there and back, threads that update, and room for how many sums of the same
+    gradients."""
 
     shelf: Shelf
     ferry: Ferry
     crew: HostCrew
+    rooms: int = 1
 
     def close(self) -> None:
         """Once nothing rests there any more."""

@@ -34,6 +34,7 @@ class Job:
     checkpointing: Checkpointing = Checkpointing.BLOCK
     fused_attention: bool = True
     summed_grad: int = 4
+    host_sums: int = 1  # that the host has room for
     host_grad: int = 4  # the least that one which waits on the host takes: as wide as the update there needs it
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ class Job:
     @property
     def kept_host_grad(self) -> int:
         """The same on the host."""
-        return max(self.kept_grad, self.host_grad)
+        return max(self.kept_grad, self.host_grad) * self.host_sums
 
 
 class ActivationBytes(NamedTuple):

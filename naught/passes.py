@@ -207,6 +207,11 @@ class Passes:
         self.drop_gradients()
         self.watch.rest()
 
+    def catch_up(self) -> None:
+        """Have all weights follow their last update."""
+        for unit in self.schedule.units.values():
+            unit.catch_up()
+
     def lending(self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None) -> AbstractContextManager[None]:
         """Lend the units of these parameters, or all."""
         running = self.schedule.current

@@ -59,7 +59,8 @@ def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
             rest["rests"] += 0 if states.rests is None else states.rests.nbytes
             rest[updates + "states"] += _WIDE * states.owned.numel * _moments(segment, optimizer)
             if segment.remote:
-                rest[HOST + "gradients"] += segment.grads.owned_bytes
+                assert segment.home.host is not None
+                rest[HOST + "gradients"] += segment.grads.owned_bytes * segment.home.host.rooms
             hosts |= {segment.home.host} - {None}
     rest[Buffer.STAGING.value] = sum(host.ferry.nbytes for host in hosts if host is not None)
     return dict(rest)

@@ -63,7 +63,7 @@ class Segment:
         if remote:
             assert home.host is not None
             self.beside = Beside(home.host, types.rounds)
-            owner = HostSum(owned.numel, types.grads, home.host.ferry, home.host.shelf)
+            owner = HostSum(owned.numel, types.grads, home.host.ferry, home.host.shelf, home.host.rooms)
         self.grads = Gradients(params, layout, types.grads, home, owner)
 
     @property
@@ -164,12 +164,23 @@ class Segment:
         mine.copy_(weights.shard)
         return None
 
-    def update_beside(self, pieces: int, do: Callable[[int], None]) -> None:
-        """Have it updated on the host, piece by piece; what modules compute with follows."""
+    def update_beside(self, pieces: int, do: Callable[[int], None], *, delayed: bool) -> None:
+        """Have it updated on the host, piece by piece; what modules compute with follows, or stays as it is until it is to
+        catch up."""
         assert self.beside is not None
         assert isinstance(self.grads.owned, HostSum)
-        self.grads.owned.reader = self.beside.update(pieces, do)
+        self.grads.owned.read_by(self.beside.update(pieces, do))
+        self.beside.behind = delayed
+        if not delayed:
+            self.written()
+
+    def catch_up(self) -> bool:
+        """Have the weights follow an update that they did not follow at once; whether there was one."""
+        if self.beside is None or not self.beside.behind:
+            return False
+        self.beside.behind = False
         self.written()
+        return True
 
     def written(self) -> None:
         """The weights that an update works on change: what modules compute with follows."""

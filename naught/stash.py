@@ -14,15 +14,36 @@ from naught.shelves import Shelf
 __all__ = ["HostSum"]
 
 
+class _Room:
+    """Memory for a sum, and an update that may still read what was here before."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.reader: Future[None] | None = None
+
+    def wait(self) -> None:
+        if self.reader is not None:
+            self.reader.result()
+            self.reader = None
+
+
 class HostSum:
     """Leaves the device as soon as it is there. Its norm is taken on the way, by the same kernel as that of a sum that stays,
     so that it is the same."""
 
-    def __init__(self, numel: int, types: GradTypes, ferry: Ferry, shelf: Shelf) -> None:
+    def __init__(self, numel: int, types: GradTypes, ferry: Ferry, shelf: Shelf, rooms: int = 1) -> None:
         self.dtype, self.summed, self.ferry, self.shelf = types.on_host, types.sums, ferry, shelf
-        self.home = shelf.take(numel, self.dtype, "gradients", travels=True)
+        self.rooms = [_Room(shelf.take(numel, self.dtype, "gradients", travels=True)) for _ in range(rooms)]
         self.sent: Sent | None = None  # None: there is no sum
-        self.reader: Future[None] | None = None  # an update that may still read what was here before
+
+    @property
+    def home(self) -> Tensor:
+        return self.rooms[0].memory
+
+    def read_by(self, reader: Future[None]) -> None:
+        """An update may read what is here also when it is dropped; the next sum comes to the next room."""
+        self.rooms[0].reader = reader
+        self.rooms.append(self.rooms.pop(0))
 
     @property
     def empty(self) -> bool:
@@ -41,9 +62,7 @@ class HostSum:
         return self.sent.norms
 
     def add(self, part: Tensor) -> None:
-        if self.reader is not None:
-            self.reader.result()
-            self.reader = None
+        self.rooms[0].wait()
         if self.sent is not None:
             self.sent.arrived.hold(self.ferry.device)  # what is there is brought up again, and must be there
         self.sent = self.ferry.send(part, self.home, self.summed, onto=self.sent is not None)
@@ -60,5 +79,6 @@ class HostSum:
 
     def close(self) -> None:
         self.drop()
-        self.shelf.give_back(self.home, "gradients")
-        self.home = self.home[:0].clone()
+        for room in self.rooms:
+            self.shelf.give_back(room.memory, "gradients")
+            room.memory = room.memory[:0].clone()

@@ -69,7 +69,8 @@ class Stepping:
         units = list(schedule.units.values())
         rule, hypers = self.optimizer.rule, self.optimizer.param_groups
         how = Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
-        self.norm = update(units, schedule.group, how, self.limits, scale=scale, amiss=amiss)
+        delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
+        self.norm = update(units, schedule.group, how, self.limits, scale=scale, amiss=amiss, delayed=delayed)
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
         if self.applied:

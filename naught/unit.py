@@ -92,6 +92,13 @@ class Unit:
                 segment.weights.hide()
             self.present = False
 
+    def catch_up(self) -> bool:
+        """Have the weights follow an update that they did not follow at once; whether there was one."""
+        caught_up = [segment.catch_up() for segment in self.trained]
+        if any(caught_up):
+            self.outdate(hide=self.lazy)
+        return any(caught_up)
+
     def lend(self) -> None:
         """Give the parameters copies that stay valid; split weights are absent until they are gathered again."""
         self.fetch()

@@ -41,13 +41,14 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateLimits:
-    """How an update goes about it. `part_numel` elements are updated at a time, and new weights
-    of `flight_bytes` are under way at a time."""
+    """How an update goes about it. `part_numel` elements are updated at a time, and new weights of `flight_bytes` are under way
+    at a time."""
 
     clip: float
     skips: bool  # a step whose norm is not finite
     part_numel: int
     flight_bytes: int
+    delay_after: int | None = None  # steps; then weights on the host's side follow an update one step late. None: never
 
 
 def update(
@@ -58,9 +59,11 @@ def update(
     *,
     scale: float,
     amiss: UsageError | None,
+    delayed: bool = False,
 ) -> Norm:
     """Undo the scale of the loss, clip, and apply the rule to what this rank owns. If the norm is not finite, or something
-    is amiss on any rank, nothing changes on any. What rests on the host may still be updated there when this returns.
+    is amiss on any rank, nothing changes on any. What rests on the host may still be updated there when this returns; delayed,
+    its weights follow the update before this one.
 
     The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
     no rank used stays as it is.
@@ -76,7 +79,7 @@ def update(
     if norm.finite or not limits.skips:
         anywhere = iter((rows[:, 2:].amax(0) > 0).tolist())
         flags = {segment: [next(anywhere) for _ in segment.grads.used] for segment in trained}
-        _apply(units, how, flags, limits, coefficient=_coefficient(norm.total, limits.clip) / scale)
+        _apply(units, how, flags, limits, coefficient=_coefficient(norm.total, limits.clip) / scale, delayed=delayed)
     else:
         norm = norm._replace(culprit=_culprit(trained))
     return norm
@@ -154,7 +157,7 @@ def _coefficient(norm: float, clip: float) -> float:
 Flags = dict[Segment, list[bool]]
 
 
-def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimits, *, coefficient: float) -> None:
+def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimits, *, coefficient: float, delayed: bool) -> None:
     """Update what this rank owns. On the host that goes on beside everything else, a unit at a time in the order in which the
     next forward needs them. On the device a batch of units is in each call of the rule, and new weights travel beside the
     next batch."""
@@ -162,10 +165,12 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
     units = [unit for unit in units if any(segment in due for segment in unit.trained)]
     courier = _Courier(limits)
     remote = [unit for unit in units if unit.remote]
+    late = [unit for unit in remote if unit.catch_up()]
     for segment in (segment for unit in remote for segment in unit.trained if segment in due):
-        _update_beside(segment, how, due[segment], coefficient)
-    _tell_autograd(remote)
-    courier.send(remote)
+        _update_beside(segment, how, due[segment], coefficient, delayed=delayed)
+    changed = late if delayed else remote
+    _tell_autograd(changed)
+    courier.send(changed)
     on_device = how._replace(most_numel=min(how.most_numel, _DEVICE_NUMEL))
     for changed in _batches([unit for unit in units if not unit.remote]):
         segments = [segment for unit in changed for segment in unit.trained if segment in due]
@@ -179,9 +184,9 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
     courier.arrive()
 
 
-def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> None:
-    """Have a segment updated on the host, by whichever threads, a piece at a time."""
-    stash, host, states = segment.grads.owned, segment.home.host, segment.states
+def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float, *, delayed: bool) -> None:
+    """Have a segment updated on the host, by whichever threads, a piece at a time. Its last update may still be under way."""
+    stash, host, states = segment.grads.owned, segment.home.host, segment.kept
     assert isinstance(stash, HostSum)
     assert stash.sent is not None
     assert states.masters is not None
@@ -196,8 +201,10 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
         _take([part._replace(grads=wide)], how, coefficient)
 
     if how.rule.defers:
-        segment.update_beside(len(cuts), update_piece)
+        segment.update_beside(len(cuts), update_piece, delayed=delayed)
         return
+    assert segment.beside is not None
+    segment.beside.wait()
     for at in range(len(cuts)):
         update_piece(at)
     segment.written()

@@ -190,6 +190,8 @@ def _job(options: argparse.Namespace, config: Config | None, world: int) -> Job:
             given["summed_grad"] = 2
         if config.naught.wide_gradients is False:
             given["host_grad"] = 0
+        if config.naught.delay_update_after is not None:
+            given["host_sums"] = 2
     flags = {"micro_batch": options.batch, "seq": options.seq, "accumulation": options.accumulation}
     given |= {name: value for name, value in flags.items() if value is not None}
     if options.activations != "auto":

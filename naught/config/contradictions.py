@@ -75,6 +75,14 @@ def _offload(config: Config) -> Iterator[Conflict]:
         path = f"zero_optimization.{name}.nvme_path"
         if block and block.device == "nvme" and not block.nvme_path and path not in config.auto:
             yield Conflict((path,), f'{name}.device is "nvme" but nvme_path is not set', "name a folder on the disk")
+    if config.naught.delay_update_after is not None:
+        if not optim or optim.device == "none":
+            paths = ("naught.delay_update_after", "zero_optimization.offload_optimizer")
+            yield Conflict(paths, "only an update on the host is delayed", 'set offload_optimizer: {"device": "cpu"}')
+        if param and param.device != "none":
+            paths = ("naught.delay_update_after", "zero_optimization.offload_param")
+            what = "weights that rest on the host are made of what is updated there: they cannot follow later"
+            yield Conflict(paths, what, "keep the parameters on the device, or do not delay")
     if config.naught.gradients in ("host", "disk") and zero.stage < 2 and known_stage:
         paths = ("naught.gradients", "zero_optimization.stage")
         yield Conflict(paths, f"whole gradients (stage {zero.stage}) cannot leave the device", "set stage to 2 or 3")

@@ -71,6 +71,14 @@ class Naught(Block):
             "unless the memory is pooled",
         ),
     ] = None
+    delay_update_after: Annotated[
+        Whole | None,
+        Field(ge=0),
+        Key(
+            "from so many steps on, weights whose optimizer rests on the host follow an update one step late, so that it runs "
+            "beside the whole of the next step. This changes the mathematics; null: never"
+        ),
+    ] = None
     async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
     keep_last: Annotated[
         Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")
