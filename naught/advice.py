@@ -125,7 +125,7 @@ def largest_numel(name: str, machine: Machine, job: Job, *, automatic: bool = Tr
         return _states_fit(placed, machine, job) and best_forecast(name, placed, measure, machine, job, automatic=automatic).fits
 
     # No placement keeps less than a parameter's states, once; what else it holds is mostly small beside them.
-    most = sum(machine.capacity(tier) for tier in Tier) * machine.ranks // (job.recipe.weight + job.recipe.state) + 1
+    most = sum(machine.capacity(tier) for tier in Tier) * machine.ranks // int(job.recipe.weight + job.recipe.state) + 1
     if name != POOLED:
         most = _bisect(lambda numel: _states_fit(_uniform(numel, name), machine, job), 1, most)[1]
     for share in (0.98, 0.9, 0.5):

@@ -85,6 +85,7 @@ _HEEDED = (
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
     "naught.small_masters",
+    "naught.small_moments",
     "naught.wide_gradients",
     "naught.delay_update_after",
     "naught.placement",
@@ -167,7 +168,7 @@ def build_units(
         for key, layout in segments(spec, world=group.size).items():
             weights = dtypes[layout.slots[0].name]
             grads = GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights), precision.on_host_of(weights))
-            types = Types(weights, grads, small_masters=config.naught.small_masters)
+            types = Types(weights, grads, small_masters=config.naught.small_masters, small_moments=config.naught.small_moments)
             members = [params[slot.name] for slot in layout.slots]
             groups = [membership.group_of(param) for param in members] if key.trainable else []
             parts.append(Segment(list(map(filling.of, members)), layout, groups, types, homes[spec.name]))

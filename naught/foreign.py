@@ -29,6 +29,7 @@ class Foreign:
     """The rule of a torch optimizer, once a trial has shown that it is one of single elements."""
 
     apart = True
+    signs: Mapping[str, bool] = {}  # nobody knows what they are
     defers = False  # its counters are counted once a step is over
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

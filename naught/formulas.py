@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from naught.errors import UsageError
+from naught.layout import ALIGN_NUMEL
 from naught.placement import Placement
 
 __all__ = [
+    "SMALL_MOMENT",
     "Recipe",
     "arithmetic_intensity",
     "block_activation_bytes",
@@ -25,10 +27,10 @@ class Recipe(NamedTuple):
     weight: int
     grad: int
     master: int
-    moments: int
+    moments: float  # those of 8 bits have a share of a scale
 
     @property
-    def state(self) -> int:
+    def state(self) -> float:
         return self.master + self.moments
 
 
@@ -36,13 +38,17 @@ _WEIGHTS = {"bf16": Recipe(2, 2, 4, 0), "fp16": Recipe(2, 2, 4, 0), "fp32": Reci
 _MOMENTS = {"adamw": 8, "adam": 8, "lion": 4, "adagrad": 4, "sgd": 0, "sgd-momentum": 4}
 
 
-def recipe(dtype: str = "bf16", optimizer: str = "adamw") -> Recipe:
-    """Mixed precision keeps a 32-bit master of each 16-bit weight; moments are always 32-bit."""
+SMALL_MOMENT = 1 + 4 / ALIGN_NUMEL  # bytes of an 8-bit moment: a code, and its share of its block's scale
+
+
+def recipe(dtype: str = "bf16", optimizer: str = "adamw", *, small_masters: bool = False, small_moments: bool = False) -> Recipe:
+    """Mixed precision keeps a 32-bit master of each 16-bit weight, or a 16-bit rest; moments have 32 bits, or 8."""
     if dtype not in _WEIGHTS:
         raise UsageError(f'no precision "{dtype}"', fix=f"choose {', '.join(_WEIGHTS)}")
     if optimizer not in _MOMENTS:
         raise UsageError(f'no optimizer "{optimizer}"', fix=f"choose {', '.join(_MOMENTS)}")
-    return _WEIGHTS[dtype]._replace(moments=_MOMENTS[optimizer])
+    found = _WEIGHTS[dtype]._replace(moments=_MOMENTS[optimizer] * (SMALL_MOMENT / 4 if small_moments else 1))
+    return found._replace(master=2) if small_masters else found
 
 
 def state_bytes(numel: float, placement: Placement, world: int, recipe: Recipe) -> float:

@@ -98,6 +98,9 @@ class _Home(NamedTuple):
 
     # --- what follows a write ---
 
+    def moments_written(self) -> None:
+        self.segment.states.moments_written()
+
     def masters_written(self) -> None:
         """The weights follow, on every rank."""
         self.segment.written()
@@ -140,7 +143,7 @@ _GRADS = _Kind(_Home.grads, "gradient", scaled=True, written=_Home.grads_written
 
 
 def _state(name: str) -> _Kind:
-    return _Kind(lambda home: home.moments(name), f'state "{name}"')
+    return _Kind(lambda home: home.moments(name), f'state "{name}"', written=_Home.moments_written)
 
 
 def _read(param: nn.Parameter, kind: _Kind, cut: Callable[[_Home, Tensor], Tensor]) -> Tensor | None:

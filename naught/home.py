@@ -29,11 +29,12 @@ class GradTypes(NamedTuple):
 
 class Types(NamedTuple):
     """The types of a segment's weights and gradients. With small masters 16-bit weights are rounded half up, and where they are
-    on the device, rests are kept beside them instead of masters."""
+    on the device, rests are kept beside them instead of masters. Small moments have 8 bits."""
 
     weights: torch.dtype
     grads: GradTypes
     small_masters: bool = False
+    small_moments: bool = False
 
     @property
     def rounds(self) -> Rounds:

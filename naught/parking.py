@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,14 +55,18 @@ def _name(kind: Any) -> str:
     return name
 
 
+class _Mover(Protocol):
+    def __call__(self, tensor: Tensor, to: torch.device) -> Tensor: ...
+
+
 def _moments(segment: Segment) -> list[Return]:
     if segment.remote:
         return []  # they rest on the host
     states, move = segment.states, _mover(segment, "states")
-    host = states.moments = {name: move(moment, _HOST) for name, moment in states.moments.items()}
+    host = states.held = {name: moment.move(partial(move, to=_HOST)) for name, moment in states.held.items()}
 
     def bring_back() -> None:
-        states.moments = {name: move(moment, segment.weights.device) for name, moment in host.items()}
+        states.held = {name: moment.move(partial(move, to=segment.weights.device)) for name, moment in host.items()}
 
     return [bring_back]
 
@@ -119,7 +124,7 @@ def _flat(flat: Flat) -> Return:
     return bring_back
 
 
-def _mover(segment: Segment, category: str) -> Callable[[Tensor, torch.device], Tensor]:
+def _mover(segment: Segment, category: str) -> _Mover:
     """Copies a tensor to the host or back, and has its bytes counted where they are."""
     meter = segment.weights.flat.meter
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from naught.accumulation import Accumulation
+from naught.formulas import SMALL_MOMENT
 from naught.holding import Buffer, simulate
 from naught.optimizer import Optimizer
 from naught.placement import Tier
@@ -57,7 +58,8 @@ def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
                 rest["weights"] += weights.flat.nbytes
             rest[updates + "masters"] += 0 if states.masters is None else states.masters.nbytes
             rest["rests"] += 0 if states.rests is None else states.rests.nbytes
-            rest[updates + "states"] += _WIDE * states.owned.numel * _moments(segment, optimizer)
+            each = SMALL_MOMENT if states.small else _WIDE
+            rest[updates + "states"] += int(each * states.owned.numel) * _moments(segment, optimizer)
             if segment.remote:
                 assert segment.home.host is not None
                 rest[HOST + "gradients"] += segment.grads.owned_bytes * segment.home.host.rooms

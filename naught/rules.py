@@ -23,7 +23,7 @@ class Part(NamedTuple):
     numbers: dict[str, Any]
     step: int
     group: int
-    after: Callable[[], None] | None = None  # what is to be done once they are updated; None: nothing
+    after: tuple[Callable[[], None], ...] = ()  # what is to be done once they are updated
 
 
 class Rule(Protocol):
@@ -32,6 +32,7 @@ class Rule(Protocol):
 
     apart: bool
     defers: bool  # an update on the host may go on when step() has returned: only hyperparameters tell it what to do
+    signs: Mapping[str, bool]  # states that may be kept in 8 bits, and whether they have a sign
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         """What the rule remembers, and the number that it starts from."""
@@ -45,6 +46,7 @@ class Adam:
 
     apart = False
     defers = True
+    signs: Mapping[str, bool] = {"exp_avg": True, "exp_avg_sq": False}
 
     def __init__(self, decoupled: str = "adam_w_mode") -> None:
         self.decoupled = decoupled
@@ -81,6 +83,7 @@ class Sgd:
 
     apart = False
     defers = True
+    signs: Mapping[str, bool] = {"momentum_buffer": True}
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         return {"momentum_buffer": 0.0} if hyper["momentum"] else {}
@@ -103,6 +106,7 @@ class Lion:
 
     apart = False
     defers = True
+    signs: Mapping[str, bool] = {"exp_avg": True}
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         del hyper
@@ -122,6 +126,7 @@ class Adagrad:
 
     apart = False
     defers = True
+    signs: Mapping[str, bool] = {}  # to a sum of squares less and less is added: 8 bits would not notice
 
     def states(self, hyper: Hyper) -> Mapping[str, float]:
         return {"sum": hyper["initial_accumulator_value"]}

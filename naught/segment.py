@@ -44,7 +44,8 @@ class Segment:
         self.everywhere = not placement.optim.split or not (self.trained or split)
         owned = Span(0, layout.numel) if self.everywhere else layout.shard(group.rank)
         remote = self.trained and placement.optim.tier is not Tier.DEVICE
-        self.kept = States(layout, owned, groups, home.shelf(placement.optim.tier if self.trained else Tier.DEVICE))
+        shelf = home.shelf(placement.optim.tier if self.trained else Tier.DEVICE)
+        self.kept = States(layout, owned, groups, shelf, small=types.small_moments)
         masters: Tensor | None = None  # None: the weights have 32 bits, and are updated where they are
         if self.trained and (remote or types.weights != torch.float32):
             masters = self.kept.first_masters([param.data for param in params], group, home.device)
@@ -134,14 +135,16 @@ class Segment:
         for cut in cuts:
             place = weights[slice(*cut.span)]
             near = place.to(total.device)
-            yield self.kept.part(cut, near, total, whole=False)._replace(after=partial(_put_back, near, place))
+            part = self.kept.part(cut, near, total, whole=False)
+            yield part._replace(after=(*part.after, partial(_put_back, near, place)))
 
     def _due_unfolded(self, cuts: Sequence[Cut], weights: Tensor, rests: Tensor, total: Tensor) -> Iterator[Part]:
         """Masters are put together when it is their turn, and taken apart again behind it."""
         for cut in cuts:
             span = slice(*cut.span)
             wide = unfold(weights[span], rests[span])
-            yield self.kept.part(cut, wide, total, whole=False)._replace(after=partial(fold, wide, weights[span], rests[span]))
+            part = self.kept.part(cut, wide, total, whole=False)
+            yield part._replace(after=(*part.after, partial(fold, wide, weights[span], rests[span])))
 
     def start_gather(self, unit: str) -> Pending:
         weights = self.weights

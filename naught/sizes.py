@@ -55,7 +55,7 @@ def unit_bytes(run: Run, placement: Placement, world: int, job: Job) -> UnitByte
         weight_shard=weights // world * job.recipe.weight,
         grads=trained * (job.recipe.grad if placement.grad.split else job.kept_grad),
         grad_shard=trained // world * (job.kept_host_grad if placement.sums_rest is Tier.HOST else job.kept_grad),
-        state_shard=trained // (world if placement.optim.split else 1) * _state(placement, job),
+        state_shard=int(trained // (world if placement.optim.split else 1) * _state(placement, job)),
         trained=trained > 0,
     )
 
@@ -63,7 +63,7 @@ def unit_bytes(run: Run, placement: Placement, world: int, job: Job) -> UnitByte
 _MASTER = 4
 
 
-def _state(placement: Placement, job: Job) -> int:
+def _state(placement: Placement, job: Job) -> float:
     """Bytes of optimizer state for a parameter; an update off the device needs a whole master there, also of 32-bit weights, and
     on the host a place for the gradients that do not rest there."""
     recipe = job.recipe

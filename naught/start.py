@@ -80,6 +80,7 @@ def initialize(
         assert model is not None
         device = device_for(model)
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
+        _refuse_small(settings, chosen)
         rates = _rates(settings, chosen, lr_scheduler)
         membership = Membership(model, [] if chosen is None else chosen.param_groups)
     watch = Watch(device, model_bytes=_bytes_on(device, model))
@@ -148,6 +149,18 @@ def _listen(
 def _moments(optimizer: Optimizer | None) -> int:
     """How many numbers a rule remembers of each element."""
     return 0 if optimizer is None else max(len(optimizer.rule.states(hyper)) for hyper in optimizer.param_groups)
+
+
+def _refuse_small(settings: Config, optimizer: Optimizer | None) -> None:
+    """Not everything that a rule remembers can be kept in 8 bits."""
+    if optimizer is None or not settings.naught.small_moments:
+        return
+    for name in dict.fromkeys(name for hyper in optimizer.param_groups for name in optimizer.rule.states(hyper)):
+        if name not in optimizer.rule.signs:
+            raise UsageError(
+                f'naught.small_moments: "{name}" of this optimizer cannot be kept in 8 bits',
+                fix="use AdamW, Adam, Lion or SGD by name, or leave small_moments out",
+            )
 
 
 def _source(args: Any, *given: Source | None) -> Source:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from naught.comm import Group
 from naught.layout import Layout, Span, intersect
+from naught.moments import Moment, Packed, Wide
 from naught.rules import Hyper, Part, Rule
 from naught.shelves import Shelf
 
@@ -34,16 +35,25 @@ class Cut(NamedTuple):
 
 
 class States:
-    """Moments of the part of a flat that this rank updates, made on a shelf when they are first needed. `groups` says which
-    parameter group each slot belongs to."""
+    """Moments of the part of a flat that this rank updates, made on a shelf when they are first needed; small ones have 8 bits.
+    `groups` says which parameter group each slot belongs to."""
 
-    def __init__(self, layout: Layout, owned: Span, groups: Sequence[int], shelf: Shelf) -> None:
-        self.layout, self.owned, self.groups, self.shelf = layout, owned, list(groups), shelf
-        self.moments: dict[str, Tensor] = {}
+    def __init__(self, layout: Layout, owned: Span, groups: Sequence[int], shelf: Shelf, *, small: bool = False) -> None:
+        self.layout, self.owned, self.groups, self.shelf, self.small = layout, owned, list(groups), shelf, small
+        self.held: dict[str, Moment] = {}
         self.masters: Tensor | None = None  # None: the weights tell, by themselves or with rests
         self.rests: Tensor | None = None  # what 16-bit weights lack of their masters; None: nothing, or there are masters
         self.steps = [0] * len(layout.slots)
         self.numbers: list[dict[str, Any]] = [{} for _ in layout.slots]  # what a rule keeps of whole parameters
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """In 32 bits. Who writes to them says so."""
+        return {name: moment.whole() for name, moment in self.held.items()}
+
+    def moments_written(self) -> None:
+        for moment in self.held.values():
+            moment.written()
 
     def first_masters(self, weights: Sequence[Tensor], group: Group, device: torch.device) -> Tensor:
         """32-bit masters of this rank's part, from weights that no rounding has touched yet, as rank 0 has them."""
@@ -72,10 +82,10 @@ class States:
     def forget(self, names: Iterable[str]) -> None:
         """Let go of some moments."""
         for name in names:
-            self.shelf.give_back(self.moments.pop(name), "states")
+            self.held.pop(name).give_back(self.shelf)
 
     def let_go(self) -> None:
-        self.forget(list(self.moments))
+        self.forget(list(self.held))
         self.numbers = [{} for _ in self.numbers]
         if self.masters is not None:
             self.shelf.give_back(self.masters, "masters")
@@ -92,6 +102,8 @@ class States:
     def cuts(self, how: Updating, used: Sequence[bool]) -> list[Cut]:
         """What an update of the used slots works on, so much at a time. Counts the update."""
         self.prepare(how)
+        for moment in self.held.values():
+            moment.will_change()
         found = []
         for cut in self._runs(used, apart=how.rule.apart):
             span, stride = cut.span, cut.span.numel if how.rule.apart else how.most_numel
@@ -103,17 +115,23 @@ class States:
     def part(self, cut: Cut, weights: Tensor, grads: Tensor, *, whole: bool = True) -> Part:
         """A cut of the 32-bit weights that this rank updates, unless that is what is given, and of their gradients."""
         (start, stop), first, step, group = cut
-        moments = {name: moment[start:stop] for name, moment in self.moments.items()}
+        moments = {name: moment.part(slice(start, stop)) for name, moment in self.held.items()}
         mine = weights[start:stop] if whole else weights
-        return Part(mine, grads[start:stop], moments, self.numbers[first], step, group)
+        after = tuple(after for _, after in moments.values() if after is not None)
+        values = {name: value for name, (value, _) in moments.items()}
+        return Part(mine, grads[start:stop], values, self.numbers[first], step, group, after)
 
     def prepare(self, how: Updating) -> None:
         """Make the moments that the rule wants and are not there: also later, when a hyperparameter asks for one more."""
         wanted = {group: how.rule.states(how.hypers[group]) for group in dict.fromkeys(self.groups)}
         for name in dict.fromkeys(name for initial in wanted.values() for name in initial):
-            if name in self.moments:
+            if name in self.held:
                 continue
-            moment = self.moments[name] = self.shelf.take(self.owned.numel, torch.float32, "states")
+            if self.small:
+                self.held[name] = Packed.on(self.shelf, self.owned.numel, signed=how.rule.signs[name])
+                continue
+            moment = self.shelf.take(self.owned.numel, torch.float32, "states")
+            self.held[name] = Wide(moment)
             for index, group in enumerate(self.groups):
                 if wanted[group].get(name):
                     moment[slice(*self.part_of(index))] = wanted[group][name]

@@ -13,7 +13,7 @@ from naught.config import Config, placement_of
 from naught.devices import free_host_bytes, room_on
 from naught.ferry import Ferry
 from naught.flat import Meter
-from naught.formulas import Recipe
+from naught.formulas import SMALL_MOMENT, Recipe
 from naught.home import HostSide
 from naught.host_crew import HostCrew, cores_of
 from naught.job import Job
@@ -60,7 +60,7 @@ def limits_of_bytes(
         ),
         Job(
             accumulation=2 if precision.sums is torch.float32 else 1,  # all that matters here is how wide sums are
-            recipe=Recipe(wide, wide, master, 4 * moments),
+            recipe=Recipe(wide, wide, master, moments * (SMALL_MOMENT if ours.small_moments else 4)),
             host_grad=4 if precision.wide else 0,
             host_sums=host_sums(config),
         ),

@@ -234,8 +234,8 @@ def _take(parts: Sequence[Part], how: Updating, coefficient: float) -> None:
         if members:
             how.rule.update(members, hyper)
     for part in parts:
-        if part.after is not None:
-            part.after()
+        for do in part.after:
+            do()
 
 
 def _tell_autograd(units: Sequence[Unit]) -> None:

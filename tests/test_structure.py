@@ -93,7 +93,7 @@ LAYERS = [
         "comm",
         "flat",
     ],
-    ["block_norms", "rounding", "shelves", "ferry", "host_crew", "home", "stash", "folded", "beside"],
+    ["block_norms", "rounding", "shelves", "ferry", "host_crew", "home", "stash", "folded", "beside", "moments"],
     ["shortage", "stall", "husks", "guard", "weights", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",
@@ -189,6 +189,7 @@ TORCH_ALLOWED = {
         "gradients",
         "rules",
         "states",
+        "moments",
         "segment",
         "block_norms",
         "rounding",

@@ -103,7 +103,9 @@ def _question(options: argparse.Namespace) -> _Question:
     machine, found = _machine(options)
     config = _config(options.config)
     dtype, optimizer = _precision(options, config, machine)
-    job = replace(_job(options, config, machine.ranks), recipe=recipe(dtype, optimizer))
+    ours = config and config.naught
+    small = {"small_masters": ours.small_masters, "small_moments": ours.small_moments} if ours else {}
+    job = replace(_job(options, config, machine.ranks), recipe=recipe(dtype, optimizer, **small))
     notes = [note for note in (model.note, found) if note]
     if model.shape and model.shape.positions and job.seq > model.shape.positions:
         notes.append(f"the model has {model.shape.positions} positions, and a sample {job.seq} tokens")

@@ -63,6 +63,13 @@ class Naught(Block):
             "every parameter whose states are on the device"
         ),
     ] = False
+    small_moments: Annotated[
+        Flag,
+        Key(
+            "what AdamW, Adam, Lion and SGD remember of a gradient is kept in 8 bits, in blocks of 64 with a scale each: 2.1 "
+            "bytes of a parameter instead of 8. This changes the mathematics, and the same way in every placement"
+        ),
+    ] = False
     wide_gradients: Annotated[
         Flag | None,
         Key(

@@ -124,9 +124,9 @@ class _Reading:
             for segment in unit.trained:
                 known = (self.manifest.params.get(slot.name) for slot in segment.layout.slots)
                 if any(param is not None and param.updates for param in known):
-                    before = set(segment.states.moments)
+                    before = set(segment.states.held)
                     segment.states.prepare(how)
-                    self.made.append((segment.states, set(segment.states.moments) - before))
+                    self.made.append((segment.states, set(segment.states.held) - before))
 
     def _refuse_other_states(self, theirs: set[str]) -> None:
         assert self.engine.optimizer is not None

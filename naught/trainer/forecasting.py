@@ -75,8 +75,9 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
 
 
 def _bytes(recipe: Recipe) -> Bytes:
-    found = byte_recipe(dtype_of(recipe), _optimizer(recipe))
-    return found._replace(master=2) if recipe.naught.small_masters else found
+    ours = recipe.naught
+    small = {"small_masters": ours.small_masters, "small_moments": ours.small_moments}
+    return byte_recipe(dtype_of(recipe), _optimizer(recipe), **small)
 
 
 def _most(activations: ActivationBytes, checkpointing: Checkpointing) -> int:
@@ -88,7 +89,7 @@ def _pooled(model: nn.Module, recipe: Recipe, batch: Batch, world: int, activati
     """Every unit as the pool will place it, on a machine whose ranks have as much as this one."""
     device = torch.device(get_accelerator().current_device_name())
     gpu, host = recipe.naught.gpu_memory or room_on(device).free, recipe.naught.host_memory or free_host_bytes()
-    moments = _bytes(recipe).moments // 4
+    moments = int(byte_recipe(dtype_of(recipe), _optimizer(recipe)).moments) // 4
     limits = limits_of_bytes(recipe, precision_of(recipe, batch.accumulation), moments, world, device, gpu=gpu, host=host)
     if recipe.naught.activation_memory is None:
         limits = replace(limits, activation_bytes=activation_bytes)
