@@ -65,19 +65,19 @@ TABLES: dict[str, list[Row]] = {
     "stages": [
         Row("torch"),
         Row("fsdp2"),
-        *(Row(f"ours-{name}") for name in ("1", "2", "3", "3-fp16", "1-small")),
+        *(Row(f"ours-{name}") for name in ("1", "2", "3", "3-fp16", "1-small", "1-moments")),
         *(Row(f"deepspeed-{name}") for name in ("1", "2", "3", "3-fp16")),
     ],
     "offload": [
         Row("torch"),
-        *(Row(f"ours-{name}") for name in ("2-offload", "3-offload")),
+        *(Row(f"ours-{name}") for name in ("2-offload", "3-offload", "2-offload-delay")),
         *(Row(f"deepspeed-{name}", steps=6) for name in ("2-offload", "3-offload")),
         Row("fsdp2-offload", steps=6),
         Row("torchao"),
     ],
     "large": [Row("torch"), Row("torch", MIDDLE, 6), Row("ours-2-offload", MIDDLE, 6)],
-    "largest": [Row("torch"), Row("ours-auto", deep(48), 4)],
-    "capped": [Row("torch"), Row("ours-auto", deep(27), 5, 32.0)],
+    "largest": [Row("torch"), Row("ours-auto", deep(53), 4)],
+    "capped": [Row("torch"), Row("ours-auto", deep(31), 5, 32.0)],
 }
 
 
@@ -300,7 +300,7 @@ def _config(variant: str, row: Row) -> dict[str, Any]:
     """A DeepSpeed configuration, which both read."""
     stage = variant[0] if variant[:1].isdigit() else "3"
     zero: dict[str, Any] = {"stage": int(stage), "overlap_comm": True, "contiguous_gradients": True}
-    if variant.endswith("offload"):
+    if "offload" in variant:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == "3":
             zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -326,12 +326,16 @@ def _ours(model: nn.Module, variant: str, row: Row) -> Trained:
     config = _config(variant, row) | {"naught": {}}
     if variant.endswith("small"):
         config["naught"]["small_masters"] = True
+    if variant.endswith("moments"):
+        config["naught"] = {"small_masters": True, "small_moments": True}
+    if variant.endswith("delay"):
+        config["naught"]["delay_update_after"] = 1
     if variant == "auto":
         tokens, width = row.shape.batch * row.shape.seq, row.shape.width
         # One checkpoint a block, the loss and its two gradients in 32 bits, and a block that is computed again.
         activations = 2 * row.shape.layers * tokens * width + 3 * 4 * tokens * 50304 + 40 * tokens * width
         config["naught"] = {"placement": "auto", "small_masters": True, "activation_memory": activations}
-        config["naught"] |= {"gpu_memory": int(row.cap_gib * GIB) or "146GB", "host_memory": "118GB"}
+        config["naught"] |= {"gpu_memory": int(row.cap_gib * GIB) or "147GB", "host_memory": "122GB"}
         config["zero_optimization"] = {"stage": 3}
     trained = _by_engine(naught.initialize(model=model, config=config)[0])
 

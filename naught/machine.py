@@ -58,7 +58,7 @@ _BETWEEN_NODES_BYTES_S = 25e9  # 200 Gb/s for each rank
 
 # The part of each tier that model states may have. The rest is the CUDA context and allocator slack, the operating
 # system and the data loader, and the file system's own.
-_USABLE = {Tier.DEVICE: 0.96, Tier.HOST: 0.90, Tier.DISK: 0.95}
+_USABLE = {Tier.DEVICE: 0.96, Tier.HOST: 1.0, Tier.DISK: 0.95}
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Machine:
     network_bytes_s: float = 0.0  # what one rank sends in a collective; 0: what its GPU and the number of nodes suggest
     update_numel_s: float = 4e9  # AdamW on all cores of a node
     unified: bool = False  # no GPU: the device is the host's own memory, and there is no other
+    host_share: float = 0.90  # of it that states may have: a script and its libraries need some
     stages: bool = True  # what goes between host and device goes through buffers on the device
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class Machine:
         """Bytes of a tier that one rank may plan with."""
         whole = {
             Tier.DEVICE: self.gpu.memory_bytes / (self.local_ranks if self.unified else 1),
-            Tier.HOST: self.host_bytes / self.local_ranks,
+            Tier.HOST: self.host_bytes * self.host_share / self.local_ranks,
             Tier.DISK: self.disk_bytes / self.local_ranks,
         }[tier]
         return int(whole * _USABLE[tier])

@@ -55,6 +55,7 @@ def limits_of_bytes(
             ranks_per_node=min(here, world),
             gpu=machine.gpu._replace(memory_bytes=gpu),
             host_bytes=host,
+            host_share=1.0 if ours.host_memory is not None else machine.host_share,  # a limit is for states alone
             stages=apart,
             unified=not apart and ours.gpu_memory is None,
         ),
