@@ -107,11 +107,11 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def limit_memory(device: torch.device, nbytes: int) -> None:
-    """From here on an accelerator's allocator gives this process no more than so much."""
+def limit_memory(device: torch.device, nbytes: int | None) -> None:
+    """From here on an accelerator's allocator gives this process no more than so much; None: all that there is."""
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / whole), device)
+        torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / whole), device)
 
 
 class Room(NamedTuple):

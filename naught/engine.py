@@ -16,7 +16,7 @@ from naught.between import Between
 from naught.claims import Claims
 from naught.config import Batch, Config
 from naught.data import Loader
-from naught.devices import is_out_of_memory
+from naught.devices import is_out_of_memory, limit_memory
 from naught.errors import ScheduleError, UsageError
 from naught.hooks import recomputing
 from naught.loss_scale import FixedScale
@@ -218,6 +218,8 @@ class Engine(Between):
                 self.optimizer.destroy()
             self.background.wait()
             self.watchdog.stop()
+            if self.settings.naught.gpu_memory is not None:
+                limit_memory(self.device, None)
 
     @contextmanager
     def _all_or_nothing(self, phase: str) -> Iterator[None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -137,13 +138,25 @@ def _listen(
     """Move the model into flats, and listen to it."""
     precision, device = precision_of(settings, accumulation.steps), watch.device
     limits = limits_here(settings, precision, moments, group, device, _bytes_on(device, model))
-    if settings.naught.gpu_memory is not None:
-        limit_memory(device, settings.naught.gpu_memory)
     around = Surroundings(group, device, watch.meter, accumulation.share, limits)
-    units = build_units(model, settings, precision, membership, around)
+    with _limited(device, settings.naught.gpu_memory):
+        units = build_units(model, settings, precision, membership, around)
     schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
     keep_freed_pages(watch.device)
     return Passes(model, schedule, watch, accumulation.sums_over_ranks)
+
+
+@contextmanager
+def _limited(device: torch.device, nbytes: int | None) -> Iterator[None]:
+    """From here on there is a limit, if one is given, unless what is done in here fails."""
+    if nbytes is not None:
+        limit_memory(device, nbytes)
+    try:
+        yield
+    except BaseException:
+        if nbytes is not None:
+            limit_memory(device, None)
+        raise
 
 
 def _moments(optimizer: Optimizer | None) -> int:

@@ -310,6 +310,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(two):
         assert "the model does not fit" in story
 
 
+@pytest.mark.skipif(not ON_GPU, reason="only an accelerator's allocator has a limit")
+def test_a_limit_ends_with_the_engine_that_asked_for_it():
+    with pytest.raises(PlacementError):
+        pooled("200kB", "100kB")
+    torch.empty(1 << 24, device=DEVICE)
+    engine = start(2, more={"naught": {"gpu_memory": "100MB"}})
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 28, device=DEVICE)
+    engine.destroy()
+    torch.empty(1 << 28, device=DEVICE)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from naught.cli.arguments import (
     add_bench,
@@ -39,8 +40,15 @@ _EXAMPLES = """examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Options in full: half of another option's name is a mistake, not that option."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**(given | {"allow_abbrev": False}))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="naught",
         description="Train models that do not fit: the ZeRO family in plain PyTorch.",
         epilog=_EXAMPLES,

@@ -109,6 +109,8 @@ def _question(options: argparse.Namespace) -> _Question:
     notes = [note for note in (model.note, found) if note]
     if model.shape and model.shape.positions and job.seq > model.shape.positions:
         notes.append(f"the model has {model.shape.positions} positions, and a sample {job.seq} tokens")
+    if not machine.host_bytes and not machine.unified:
+        notes.append("no host memory is counted, so nothing fits that needs some: say what a node has, as --host 512GB")
     return _Question(model, machine, job, dtype, optimizer, tuple(notes), config)
 
 
