@@ -54,8 +54,9 @@ def advise(model: Model, activations: Activations | None, machine: Machine, job:
 
 
 def _small(job: Job) -> Job:
-    """In a pool gradients are no wider on the host than they are summed: what counts is how much it holds."""
-    return replace(job, host_grad=0)
+    """In a pool gradients are no wider on the host than they are summed, unless that is asked for: what counts is how much it
+    holds."""
+    return replace(job, wide_gradients=bool(job.wide_gradients))
 
 
 def _formula(model: Model) -> Activations:

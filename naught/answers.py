@@ -57,7 +57,8 @@ class Answers(nn.Module):
             raise UsageError("this cannot be done inside engine.gathered()", fix="do it outside")
 
     def before_a_change(self) -> None:
-        """What changes states comes here first: not inside of gathered(), and not while a save still copies them."""
+        """What changes states comes here first: not inside of gathered(), not while a save still copies them, and not before
+        weights have followed the last update."""
         self.refuse_inside_gathered()
         self.background.settle()
         self.passes.catch_up()

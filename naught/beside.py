@@ -26,6 +26,8 @@ class Beside:
     def update(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
         """Have it updated, piece by piece, once the last update is over and what it has left has been copied away."""
         last, coming = self.updating, self.coming
+        if not pieces and last is not None:  # nothing to add to what is under way
+            return last
 
         def do_in_turn(piece: int) -> None:
             if last is not None:

@@ -206,20 +206,23 @@ class Engine(Between):
 
     def destroy(self) -> None:
         """Give the model whole weights of its own again, and let go of everything. The engine is of no use afterwards."""
-        self.before_a_change()
+        self.refuse_inside_gathered()
         if not self.destroyed:
+            self.passes.close()
+            self.passes.drop_gradients()  # of a step that nobody takes any more
+            self.before_a_change()
+            _LIVING.discard(self)
+            if self.settings.naught.gpu_memory is not None and not any(other.settings.naught.gpu_memory for other in _LIVING):
+                limit_memory(self.device, None)
             self.reload_states()
             self.destroyed = True
             engines.drop(self.passes.homes)
-            _LIVING.discard(self)
             self.passes.remove()
             self.observer.close()
             if self.optimizer is not None:
                 self.optimizer.destroy()
             self.background.wait()
             self.watchdog.stop()
-            if self.settings.naught.gpu_memory is not None:
-                limit_memory(self.device, None)
 
     @contextmanager
     def _all_or_nothing(self, phase: str) -> Iterator[None]:

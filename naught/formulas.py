@@ -48,7 +48,7 @@ def recipe(dtype: str = "bf16", optimizer: str = "adamw", *, small_masters: bool
     if optimizer not in _MOMENTS:
         raise UsageError(f'no optimizer "{optimizer}"', fix=f"choose {', '.join(_MOMENTS)}")
     found = _WEIGHTS[dtype]._replace(moments=_MOMENTS[optimizer] * (SMALL_MOMENT / 4 if small_moments else 1))
-    return found._replace(master=2) if small_masters else found
+    return found._replace(master=2) if small_masters and dtype == "bf16" else found
 
 
 def state_bytes(numel: float, placement: Placement, world: int, recipe: Recipe) -> float:

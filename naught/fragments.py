@@ -94,7 +94,8 @@ class _Home(NamedTuple):
         return self.segment.grads.sum() if self.segment.trained else None
 
     def moments(self, name: str) -> Tensor | None:
-        return self.segment.states.moments.get(name)
+        moment = self.segment.states.held.get(name)
+        return None if moment is None else moment.whole()
 
     # --- what follows a write ---
 

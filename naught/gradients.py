@@ -136,6 +136,11 @@ class Gradients:
         return self.content is Content.OWN
 
     @property
+    def begun(self) -> bool:
+        """Whether there is anything of this step's gradients."""
+        return self.content is not Content.NOTHING or not self.owned.empty
+
+    @property
     def empty(self) -> bool:
         """Whether nothing was reduced."""
         return self.content is not Content.SUM and self.owned.empty

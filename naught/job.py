@@ -35,7 +35,7 @@ class Job:
     fused_attention: bool = True
     summed_grad: int = 4
     host_sums: int = 1  # that the host has room for
-    host_grad: int = 4  # the least that one which waits on the host takes: as wide as the update there needs it
+    wide_gradients: bool | None = None  # on the host, as its update needs them; None: unless memory is pooled
 
     def __post_init__(self) -> None:
         if min(self.micro_batch, self.seq, self.accumulation) < 1:
@@ -49,7 +49,7 @@ class Job:
     @property
     def kept_host_grad(self) -> int:
         """The same on the host."""
-        return max(self.kept_grad, self.host_grad) * self.host_sums
+        return (self.kept_grad if self.wide_gradients is False else 4) * self.host_sums
 
 
 class ActivationBytes(NamedTuple):

@@ -208,8 +208,16 @@ class Passes:
         self.watch.rest()
 
     def catch_up(self) -> None:
-        """Have all weights follow their last update."""
-        for unit in self.schedule.units.values():
+        """Have all weights follow their last update: not in the middle of a step, which is taken with those that are there."""
+        units = [unit for unit in self.schedule.units.values() if unit.behind]
+        running = self.schedule.current
+        begun = running is not None and running.training
+        if units and (begun or any(segment.grads.begun for unit in self.schedule.units.values() for segment in unit.trained)):
+            raise UsageError(
+                "a step is under way with weights that its update has still to reach (naught.delay_update_after)",
+                fix="look at weights, write to them and save between step() and the next forward",
+            )
+        for unit in units:
             unit.catch_up()
 
     def lending(self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None) -> AbstractContextManager[None]:

@@ -141,9 +141,9 @@ def _listen(
     around = Surroundings(group, device, watch.meter, accumulation.share, limits)
     with _limited(device, settings.naught.gpu_memory):
         units = build_units(model, settings, precision, membership, around)
-    schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
-    keep_freed_pages(watch.device)
-    return Passes(model, schedule, watch, accumulation.sums_over_ranks)
+        schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
+        keep_freed_pages(watch.device)
+        return Passes(model, schedule, watch, accumulation.sums_over_ranks)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,9 +121,13 @@ class States:
         values = {name: value for name, (value, _) in moments.items()}
         return Part(mine, grads[start:stop], values, self.numbers[first], step, group, after)
 
+    def lacks(self, how: Updating) -> bool:
+        """Whether the rule wants moments that are not there: also later, when a hyperparameter asks for one more."""
+        return any(name not in self.held for initial in self._wanted(how).values() for name in initial)
+
     def prepare(self, how: Updating) -> None:
-        """Make the moments that the rule wants and are not there: also later, when a hyperparameter asks for one more."""
-        wanted = {group: how.rule.states(how.hypers[group]) for group in dict.fromkeys(self.groups)}
+        """Make them."""
+        wanted = self._wanted(how)
         for name in dict.fromkeys(name for initial in wanted.values() for name in initial):
             if name in self.held:
                 continue
@@ -131,10 +135,14 @@ class States:
                 self.held[name] = Packed.on(self.shelf, self.owned.numel, signed=how.rule.signs[name])
                 continue
             moment = self.shelf.take(self.owned.numel, torch.float32, "states")
-            self.held[name] = Wide(moment)
             for index, group in enumerate(self.groups):
                 if wanted[group].get(name):
                     moment[slice(*self.part_of(index))] = wanted[group][name]
+            self.held[name] = Wide(moment)
+
+    def _wanted(self, how: Updating) -> Mapping[int, Mapping[str, float]]:
+        """What the rule remembers of each parameter group, and the numbers that it starts from."""
+        return {group: how.rule.states(how.hypers[group]) for group in dict.fromkeys(self.groups)}
 
     def _runs(self, used: Sequence[bool], *, apart: bool) -> Sequence[Cut]:
         """Runs of used slots with one count and one group."""

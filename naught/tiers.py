@@ -23,7 +23,7 @@ from naught.pooling import Limits
 from naught.precision import Precision
 from naught.shelves import HostShelf
 
-__all__ = ["host_side", "host_sums", "limits_here", "limits_of_bytes"]
+__all__ = ["host_side", "limits_here", "limits_of_bytes"]
 
 
 def limits_here(
@@ -62,16 +62,11 @@ def limits_of_bytes(
         Job(
             accumulation=2 if precision.sums is torch.float32 else 1,  # all that matters here is how wide sums are
             recipe=Recipe(wide, wide, master, moments * (SMALL_MOMENT if ours.small_moments else 4)),
-            host_grad=4 if precision.wide else 0,
-            host_sums=host_sums(config),
+            wide_gradients=precision.wide,
+            host_sums=ours.host_sums,
         ),
         gpu // 10 if ours.activation_memory is None else ours.activation_memory,
     )
-
-
-def host_sums(config: Config) -> int:
-    """How many sums of the same gradients the host has room for: an update that is delayed reads one while the next comes."""
-    return 1 if config.naught.delay_update_after is None else 2
 
 
 def host_side(config: Config, device: torch.device, meter: Meter, largest_numel: int) -> HostSide | None:
@@ -85,4 +80,4 @@ def host_side(config: Config, device: torch.device, meter: Meter, largest_numel:
     cores = cores_of(here.local_rank if here else 0, local_ranks(os.environ)) if apart else None
     limit = config.naught.host_memory and config.naught.host_memory // local_ranks(os.environ)
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
-    return HostSide(shelf, Ferry(device, meter, largest_numel), HostCrew(cores), host_sums(config))
+    return HostSide(shelf, Ferry(device, meter, largest_numel), HostCrew(cores), config.naught.host_sums)

@@ -92,6 +92,11 @@ class Unit:
                 segment.weights.hide()
             self.present = False
 
+    @property
+    def behind(self) -> bool:
+        """Whether weights do not follow their last update yet."""
+        return any(segment.beside is not None and segment.beside.behind for segment in self.trained)
+
     def catch_up(self) -> bool:
         """Have the weights follow an update that they did not follow at once; whether there was one."""
         caught_up = [segment.catch_up() for segment in self.trained]

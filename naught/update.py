@@ -135,7 +135,7 @@ def _culprit(trained: Sequence[Segment]) -> str | None:
         total = segment.grads.sum()
         if total is None or bool(total.isfinite().all()):
             continue
-        start = segment.states.owned.start
+        start = segment.kept.owned.start
         for slot in segment.layout.slots:
             part = total[max(0, slot.span.start - start) : max(0, slot.span.stop - start)]
             if not bool(part.isfinite().all()):
@@ -162,15 +162,16 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
     next forward needs them. On the device a batch of units is in each call of the rule, and new weights travel beside the
     next batch."""
     due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
+    caught_up = [unit for unit in units if unit.catch_up()]  # also what is not used in this step
     units = [unit for unit in units if any(segment in due for segment in unit.trained)]
     courier = _Courier(limits)
     remote = [unit for unit in units if unit.remote]
-    late = [unit for unit in remote if unit.catch_up()]
+    delayed = delayed and how.rule.defers
     for segment in (segment for unit in remote for segment in unit.trained if segment in due):
         _update_beside(segment, how, due[segment], coefficient, delayed=delayed)
-    changed = late if delayed else remote
-    _tell_autograd(changed)
-    courier.send(changed)
+    renewed = caught_up if delayed else list(dict.fromkeys([*remote, *caught_up]))
+    _tell_autograd(renewed)
+    courier.send(renewed)
     on_device = how._replace(most_numel=min(how.most_numel, _DEVICE_NUMEL))
     for changed in _batches([unit for unit in units if not unit.remote]):
         segments = [segment for unit in changed for segment in unit.trained if segment in due]
@@ -191,6 +192,9 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
     assert stash.sent is not None
     assert states.masters is not None
     assert host is not None
+    assert segment.beside is not None
+    if states.lacks(how):  # what an update reads is not added to while it does
+        segment.beside.wait()
     crew, masters, home, arrived = host.crew, states.masters, stash.home, stash.sent.arrived
     cuts = states.cuts(how._replace(most_numel=min(how.most_numel, _HOST_BYTES // home.itemsize)), used)
 
@@ -203,7 +207,6 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
     if how.rule.defers:
         segment.update_beside(len(cuts), update_piece, delayed=delayed)
         return
-    assert segment.beside is not None
     segment.beside.wait()
     for at in range(len(cuts)):
         update_piece(at)

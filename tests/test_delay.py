@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from menagerie import MODELS
 from test_offload import BF16, HOST, SMALL
-from training import batch_of, config_of, digest_in_32_bits, engine_of, my_rank, start, take_steps
+from training import (
+    DEVICE,
+    batch_of,
+    config_of,
+    digest_in_32_bits,
+    digest_of_weights,
+    engine_of,
+    my_rank,
+    start,
+    take_steps,
+)
 
-from naught.errors import ConfigError
+from naught import initialize
+from naught.beside import Beside
+from naught.errors import ConfigError, UsageError
 from naught.fragments import safe_get_full_fp32_param
+from naught.home import HostSide
+from naught.host_crew import HostCrew
+from naught.rounding import nearest
 
 STEPS = 7
 
 
-def delayed(stage: int, after: int, more: dict | None = None, **options) -> object:
+def delayed(stage: int, after: int, more: dict | None = None, **options):
     more = more or {}
     ours = {"naught": more.get("naught", {}) | {"delay_update_after": after}}
-    return start(stage, clip=0.5, more=more | ours, offload_optimizer=HOST, **options)
+    return start(stage, clip=0.5, more=more | ours, **({"offload_optimizer": HOST} | options))
 
 
-def train_late(stage: int, after: int, more: dict | None = None) -> tuple[list[float], str]:
-    engine = delayed(stage, after, more)
-    return take_steps(engine, STEPS), digest_in_32_bits(engine)
+def train_late(stage: int, after: int, more: dict | None = None, **options) -> tuple[list[float], str]:
+    engine = delayed(stage, after, more, **options)
+    return take_steps(engine, STEPS * options.get("accumulation", 1)), digest_in_32_bits(engine)
 
 
-def train_late_by_hand(after: int) -> tuple[list[float], str]:
+def train_late_by_hand(after: int, **options) -> tuple[list[float], str]:
     """An engine that delays nothing, and a script that puts old weights in place for each forward and backward."""
-    engine = start(2, clip=0.5, offload_optimizer=HOST)
-    params = list(engine.module.parameters())
+    engine = start(2, clip=0.5, **({"offload_optimizer": HOST} | options))
+    params, each = list(engine.module.parameters()), options.get("accumulation", 1)
 
     def swap(values: list[torch.Tensor]) -> list[torch.Tensor]:
         with engine.gathered(), torch.no_grad():
@@ -44,11 +61,13 @@ def train_late_by_hand(after: int) -> tuple[list[float], str]:
     history, losses = [read()], []
     for step in range(STEPS):
         newest = swap(history[step] if step <= after else history[step - 1])
-        loss = engine(batch_of(step, my_rank()))
-        engine.backward(loss)
-        swap(newest)
-        engine.step()
-        losses.append(loss.item())
+        for micro in range(each):
+            loss = engine(batch_of(step * each + micro, my_rank()))
+            engine.backward(loss)
+            losses.append(loss.item())
+            if micro == each - 1:
+                swap(newest)
+            engine.step()
         history.append(read())
     return losses, digest_in_32_bits(engine)
 
@@ -58,6 +77,20 @@ def test_it_is_training_with_weights_of_the_step_before(two, stage, after):
     found = two.run(train_late, stage, after)
     assert found == two.run(train_late_by_hand, after)
     assert found != two.run(train_late, stage, STEPS), "it makes a difference"
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (2, {"name": "experts_by_rank_and_batch"}),  # some are not used in every step, and catch up all the same
+        (1, {"name": "unused_parameters"}),
+        (3, {"accumulation": 3}),
+        (2, {"more": {"naught": {"lazy_weights": False}}}),
+    ],
+)
+def test_it_is_the_same_whatever_a_step_consists_of(two, stage, options):
+    more = options.pop("more", None)
+    assert two.run(train_late, stage, 1, more, **options) == two.run(train_late_by_hand, 1, **options)
 
 
 @pytest.mark.parametrize("more", [BF16, SMALL, BF16 | {"naught": {"wide_gradients": False}}])
@@ -112,16 +145,68 @@ def test_whoever_looks_at_the_weights_finds_the_last_update_in_them(two):
     assert two.run(look_between_steps) == [(True, True)] * 2
 
 
-def test_a_step_that_is_skipped_is_not_followed():
+def skip_one() -> tuple[list[float], int]:
     engine = delayed(2, 0, {"bf16": {"enabled": True, "check_grad_overflow": True}})
-    take_steps(engine, 3)
-    before = digest_in_32_bits(engine)
-    engine.backward(engine(batch_of(3, 0)) * float("inf"))
+    losses = take_steps(engine, 3)
+    engine.backward(engine(batch_of(3, my_rank())) * float("inf"))
     engine.step()
-    assert engine.skipped_steps == 1
-    assert digest_in_32_bits(engine) == before
-    take_steps(engine, 2, first=4)
-    assert digest_in_32_bits(engine) != before
+    engine.eval()
+    with torch.no_grad():
+        losses += [engine(batch_of(4, my_rank())).item()]
+    engine.train()
+    return [*losses, *take_steps(engine, 1, first=4)], engine.skipped_steps
+
+
+def test_a_step_that_is_skipped_leaves_weights_as_they_are(two):
+    for losses, skipped in two.run(skip_one):
+        assert skipped == 1
+        assert losses[-1] == losses[-2], "an evaluation sees what the next forward sees"
+
+
+def look_inside_a_step(stage: int) -> list[str]:
+    engine, stories = delayed(stage, 0), []
+    take_steps(engine, 2)
+    loss = engine(batch_of(2, my_rank()))
+    for look in (engine.gathered, lambda: engine.save_checkpoint("never")):
+        with pytest.raises(UsageError) as found, look():
+            pass
+        stories.append(str(found.value))
+    engine.backward(loss)
+    with pytest.raises(UsageError, match="a step is under way"), engine.gathered():
+        pass
+    engine.destroy()  # nobody takes the step any more
+    return stories
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_do_not_change_under_a_step_that_is_under_way(two, stage):
+    for stories in two.run(look_inside_a_step, stage):
+        assert all("a step is under way with weights that its update has still to reach" in story for story in stories)
+
+
+def bring_own(after: int | None) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = MODELS["plain"]().to(DEVICE)
+    config = config_of(2, more={"naught": {"delay_update_after": after}}, offload_optimizer=HOST)
+    del config["optimizer"]
+    engine = initialize(model=model, optimizer=torch.optim.NAdam(model.parameters(), lr=1e-3), config=config)[0]
+    return take_steps(engine, 4), digest_of_weights(engine)
+
+
+def test_an_optimizer_that_works_in_step_is_not_delayed(two):
+    assert two.run(bring_own, 1) == two.run(bring_own, None)
+
+
+def test_nothing_to_do_is_not_over_before_what_is_under_way():
+    crew, may_go, done = HostCrew(None), threading.Event(), []
+    beside = Beside(HostSide(None, None, crew), nearest)
+    beside.update(1, lambda _: (may_go.wait(), done.append(1)))
+    beside.update(0, done.append)
+    assert not beside.updating.done()
+    may_go.set()
+    beside.wait()
+    assert done == [1]
+    crew.stop()
 
 
 def held(after: int | None) -> tuple[int, int]:

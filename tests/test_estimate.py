@@ -46,7 +46,7 @@ run_lists = st.lists(
 
 @given(run_lists, placements, st.sampled_from([1, 2, 3, 8]), st.sampled_from(["bf16", "fp32"]))
 def test_states_are_the_papers_plus_padding(runs, placement, ranks, dtype):
-    job = Job(recipe=recipe(dtype), host_grad=0)  # the papers' gradients are as wide everywhere
+    job = Job(recipe=recipe(dtype), wide_gradients=False)  # the papers' gradients are as wide everywhere
     found = forecast("x", [PlacedRun(run, placement) for run in runs], NOTHING, machine_of(ranks), job)
     padded = sum(pad(run.numel, ranks, ALIGN_NUMEL) * run.repeat for run in runs)
     # 32-bit weights on the device are their own masters, but an update elsewhere needs a copy of them there.
@@ -308,14 +308,14 @@ def test_an_h200_with_little_host_memory_holds_most_when_all_tiers_are_one_pool(
     plain, offload, pooled = (largest_numel(name, h200, Job(micro_batch=8)) for name in ("stage0", "stage2-offload", POOLED))
     assert 8.5e9 < plain < 9.3e9
     assert 7.5e9 < offload < 8e9, "host memory is smaller than the GPU's: offload alone holds less"
-    assert 8e9 < largest_numel("stage2-offload", h200, Job(micro_batch=8, host_grad=0)) < 9e9
+    assert 8e9 < largest_numel("stage2-offload", h200, Job(micro_batch=8, wide_gradients=False)) < 9e9
     assert 19e9 < pooled < 21e9
 
 
 @pytest.mark.parametrize("name", [*PLACEMENTS, POOLED])
 def test_the_largest_model_fits_and_a_slightly_larger_one_does_not(name):
     machine = replace(dgx2(2), disk_bytes=10**12)
-    job = Job(host_grad=0) if name == POOLED else Job()
+    job = Job(wide_gradients=False) if name == POOLED else Job()
     largest = largest_numel(name, machine, job)
 
     def fits(numel: int) -> bool:

@@ -102,6 +102,7 @@ def _question(options: argparse.Namespace) -> _Question:
     model = parse_model(options.model)
     machine, found = _machine(options)
     config = _config(options.config)
+    machine = _within_limits(machine, options, config)
     dtype, optimizer = _precision(options, config, machine)
     ours = config and config.naught
     small = {"small_masters": ours.small_masters, "small_moments": ours.small_moments} if ours else {}
@@ -167,6 +168,18 @@ def _config(path: str | None) -> Config | None:
     return load(path)
 
 
+def _within_limits(machine: Machine, options: argparse.Namespace, config: Config | None) -> Machine:
+    """A configuration's own limits hold, unless the command line says what there is."""
+    if config is None:
+        return machine
+    ours = config.naught
+    if ours.gpu_memory is not None and options.gpu is None:
+        machine = replace(machine, gpu=machine.gpu._replace(memory_bytes=ours.gpu_memory))
+    if ours.host_memory is not None and options.host is None:
+        machine = replace(machine, host_bytes=ours.host_memory, host_share=1.0)
+    return machine
+
+
 def _precision(options: argparse.Namespace, config: Config | None, machine: Machine) -> tuple[str, str]:
     """Flags win over the configuration, the configuration over what suits the machine."""
     dtype = "bf16" if machine.gpu.has_bf16 else "fp16"
@@ -192,10 +205,8 @@ def _job(options: argparse.Namespace, config: Config | None, world: int) -> Job:
             given["checkpointing"] = Checkpointing.HOST
         if config.data_types.grad_accum_dtype in ("bf16", "fp16"):
             given["summed_grad"] = 2
-        if config.naught.wide_gradients is False:
-            given["host_grad"] = 0
-        if config.naught.delay_update_after is not None:
-            given["host_sums"] = 2
+        given["wide_gradients"] = config.naught.wide_gradients
+        given["host_sums"] = config.naught.host_sums
     flags = {"micro_batch": options.batch, "seq": options.seq, "accumulation": options.accumulation}
     given |= {name: value for name, value in flags.items() if value is not None}
     if options.activations != "auto":

@@ -76,7 +76,12 @@ def _offload(config: Config) -> Iterator[Conflict]:
         if block and block.device == "nvme" and not block.nvme_path and path not in config.auto:
             yield Conflict((path,), f'{name}.device is "nvme" but nvme_path is not set', "name a folder on the disk")
     if config.naught.delay_update_after is not None:
-        if not optim or optim.device == "none":
+        if config.naught.placement != "stage":
+            paths = ("naught.delay_update_after", "naught.placement")
+            yield Conflict(
+                paths, "a pool may put weights on the host, which cannot follow an update later", "keep one of the two"
+            )
+        elif not optim or optim.device == "none":
             paths = ("naught.delay_update_after", "zero_optimization.offload_optimizer")
             yield Conflict(paths, "only an update on the host is delayed", 'set offload_optimizer: {"device": "cpu"}')
         if param and param.device != "none":

@@ -66,8 +66,8 @@ class Naught(Block):
     small_moments: Annotated[
         Flag,
         Key(
-            "what AdamW, Adam, Lion and SGD remember of a gradient is kept in 8 bits, in blocks of 64 with a scale each: 2.1 "
-            "bytes of a parameter instead of 8. This changes the mathematics, and the same way in every placement"
+            "what AdamW, Adam, Lion and SGD remember of a gradient is kept in 8 bits, in blocks of 64 with a scale each: for "
+            "AdamW 2.1 bytes of a parameter instead of 8. This changes the mathematics, and the same way in every placement"
         ),
     ] = False
     wide_gradients: Annotated[
@@ -96,3 +96,8 @@ class Naught(Block):
         Field(ge=0),
         Key("seconds without progress after which one rank says where each of them is, and all write their stacks; 0 is never"),
     ] = 60.0
+
+    @property
+    def host_sums(self) -> int:
+        """How many sums of the same gradients the host has room for: an update that is delayed reads one while the next comes."""
+        return 1 if self.delay_update_after is None else 2

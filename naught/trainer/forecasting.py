@@ -25,7 +25,7 @@ from naught.placement import PLACEMENTS, Tier
 from naught.pooling import place_in_pool
 from naught.precision import precision_of
 from naught.sizes import PlacedRun
-from naught.tiers import host_sums, limits_of_bytes
+from naught.tiers import limits_of_bytes
 from naught.trace import trace_activations
 
 __all__ = ["Expected", "dtype_of", "expect"]
@@ -56,8 +56,8 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
         accumulation=batch.accumulation,
         recipe=_bytes(recipe),
         checkpointing=checkpointing,
-        host_grad=4 if precision_of(recipe, batch.accumulation).wide else 0,
-        host_sums=host_sums(recipe),
+        wide_gradients=precision_of(recipe, batch.accumulation).wide,
+        host_sums=recipe.naught.host_sums,
     )
     runs = model_of(model).runs
     activations = _activations(model, recipe, batch.micro)
