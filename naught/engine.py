@@ -90,7 +90,8 @@ class Engine(Between):
         except RuntimeError as error:
             if "dtype" in str(error) or "expected scalar type" in str(error):
                 error.add_note(
-                    "naught: if this is about the precision of an input, cast it to that of the weights, set fp16.auto_cast, or "
+                    "naught: if this is about the precision of an input, cast it to that of the weights, set "
+                    "fp16.auto_cast if they are fp16, or "
                     "keep weights in 32 bits and set torch_autocast.enabled"
                 )
             raise

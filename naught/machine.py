@@ -93,11 +93,16 @@ class Machine:
     def local_ranks(self) -> int:
         return min(self.ranks, self.ranks_per_node)
 
+    @property
+    def host_for_states(self) -> int:
+        """Bytes of a node that its ranks may have together."""
+        return int(self.host_bytes * self.host_share)
+
     def capacity(self, tier: Tier) -> int:
         """Bytes of a tier that one rank may plan with."""
         whole = {
             Tier.DEVICE: self.gpu.memory_bytes / (self.local_ranks if self.unified else 1),
-            Tier.HOST: self.host_bytes * self.host_share / self.local_ranks,
+            Tier.HOST: self.host_for_states / self.local_ranks,
             Tier.DISK: self.disk_bytes / self.local_ranks,
         }[tier]
         return int(whole * _USABLE[tier])

@@ -39,7 +39,8 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> list[Placement]:
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
     placed = pool(units, lambda _: limits.activations, replace(limits.machine, disk_bytes=0), job, automatic=False)
     found = [placement for run, placement in placed for _ in range(run.repeat)]
-    if any(placement.of(kind).tier is Tier.DISK for placement in found for kind in Kind):
+    on_disk = any(placement.of(kind).tier is Tier.DISK for placement in found for kind in Kind)
+    if on_disk or not _forecast(placed, limits).fits:
         all_on_host = _forecast([PlacedRun(run, PLACEMENTS["infinity-host"]) for run in units], limits)
         raise PlacementError(
             f"the model does not fit; if all of its states were on the host, {_needs(all_on_host)}",
@@ -74,7 +75,7 @@ def _forecast(placed: Sequence[PlacedRun], limits: Limits) -> Forecast:
 def _needs(found: Forecast) -> str:
     """What each tier would hold, and may hold; and of what."""
     parts = []
-    for tier in (Tier.DEVICE, Tier.HOST):
+    for tier in sorted((Tier.DEVICE, Tier.HOST), key=lambda tier: found.total(tier) <= found.capacity[tier]):
         kinds = {category.value: nbytes for category, nbytes in found.memory[tier].items() if nbytes}
         detail = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in kinds.items())
         detail += "; never all at once" if sum(kinds.values()) > found.total(tier) else ""

@@ -81,7 +81,7 @@ def initialize(
         assert model is not None
         device = device_for(model)
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
-        _refuse_small(settings, chosen)
+        _refuse_rule(settings, chosen)
         rates = _rates(settings, chosen, lr_scheduler)
         membership = Membership(model, [] if chosen is None else chosen.param_groups)
     watch = Watch(device, model_bytes=_bytes_on(device, model))
@@ -164,15 +164,21 @@ def _moments(optimizer: Optimizer | None) -> int:
     return 0 if optimizer is None else max(len(optimizer.rule.states(hyper)) for hyper in optimizer.param_groups)
 
 
-def _refuse_small(settings: Config, optimizer: Optimizer | None) -> None:
-    """Not everything that a rule remembers can be kept in 8 bits."""
-    if optimizer is None or not settings.naught.small_moments:
+def _refuse_rule(settings: Config, optimizer: Optimizer | None) -> None:
+    """Not every optimizer can be delayed, and not everything that one remembers can be kept in 8 bits."""
+    if optimizer is None:
         return
-    for name in dict.fromkeys(name for hyper in optimizer.param_groups for name in optimizer.rule.states(hyper)):
-        if name not in optimizer.rule.signs:
+    rule, ours = optimizer.rule, settings.naught
+    names = dict.fromkeys(name for hyper in optimizer.param_groups for name in rule.states(hyper))
+    packed = all(name in rule.signs for name in names)
+    for key, wanted, possible in (
+        ("small_moments", ours.small_moments, packed),
+        ("delay_update_after", ours.delay_update_after is not None, rule.defers),
+    ):
+        if wanted and not possible:
             raise UsageError(
-                f'naught.small_moments: "{name}" of this optimizer cannot be kept in 8 bits',
-                fix="use AdamW, Adam, Lion or SGD by name, or leave small_moments out",
+                f"naught.{key} is not for this optimizer ({type(optimizer.optimizer or rule).__name__})",
+                fix=f"name AdamW, Adam, Lion or SGD in the configuration instead of giving an object, or leave {key} out",
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -91,8 +92,13 @@ class Watch:
             "waited": {f"{collective} {phase}": seconds for (collective, phase), seconds in sorted(self.ledger.waited.items())},
             "base": self.base,
             "most": peak_bytes(self.device) or self.meter.most or None,
-            "live": dict(self.meter.live),
-            "peak": dict(self.meter.peak),
-            "after": {phase: dict(held) for phase, held in self.held_after.items()},
+            "live": _by_name(self.meter.live),
+            "peak": _by_name(self.meter.peak),
+            "after": {phase: _by_name(held) for phase, held in self.held_after.items()},
             "seconds": dict(self.seconds),
         }
+
+
+def _by_name(held: Mapping[str, int]) -> dict[str, int]:
+    """Buffers of a plan have names of their own; what is told has plain ones."""
+    return {str(name): nbytes for name, nbytes in held.items()}

@@ -51,7 +51,9 @@ def add_plan(commands: Any) -> None:
     machine.add_argument("--network", metavar="SIZE", help="bytes a second that one rank sends in a collective")
     machine.add_argument("--disk-speed", metavar="SIZE", help="bytes a second of one node's disks")
     job = parser.add_argument_group("job")
-    job.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration: its batch, precision and optimizer")
+    job.add_argument(
+        "--config", metavar="FILE", help="a DeepSpeed configuration: its batch, precision, optimizer and limits of memory"
+    )
     job.add_argument("--batch", type=int, metavar="N", help="samples in one forward of one rank (default 1)")
     job.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default 1024)")
     job.add_argument("--accumulation", type=int, metavar="N", help="forwards before an update (default 1)")

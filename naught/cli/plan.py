@@ -336,6 +336,9 @@ def _document(row: Forecast, question: _Question, nvme_path: str) -> dict[str, A
     ours: dict[str, Any] = {}
     if row.name == POOLED:
         document["zero_optimization"] = {"stage": 3}
+        # What it was planned for; on a machine that has more, a pool without limits would be another one.
+        limits = {"gpu_memory": question.machine.gpu.memory_bytes, "host_memory": question.machine.host_for_states}
+        ours |= {name: nbytes for name, nbytes in limits.items() if nbytes}
         ours |= {"placement": POOLED} | ({"nvme_path": nvme_path} if row.total(Tier.DISK) else {})
     else:
         document["zero_optimization"] = _zero(PLACEMENTS[row.name], nvme_path)

@@ -82,8 +82,8 @@ class Naught(Block):
         Whole | None,
         Field(ge=0),
         Key(
-            "from so many steps on, weights whose optimizer rests on the host follow an update one step late, so that it runs "
-            "beside the whole of the next step. This changes the mathematics; null: never"
+            "after so many steps weights whose optimizer rests on the host follow an update one step late, so that it runs "
+            "beside the whole of the next step (40: step 41 is the first of these). This changes the mathematics; null: never"
         ),
     ] = None
     async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
