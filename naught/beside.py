@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from naught.ferry import Arrival
-from naught.home import HostSide
+from naught.ferry import Arrival, Delivered, Ferry
+from naught.host_crew import HostCrew
 from naught.rounding import Rounds
 
 __all__ = ["Beside"]
@@ -17,10 +17,10 @@ __all__ = ["Beside"]
 class Beside:
     """What is under way of one segment, if anything is."""
 
-    def __init__(self, host: HostSide, rounds: Rounds) -> None:
-        self.host, self.rounds = host, rounds
+    def __init__(self, crew: HostCrew, ferry: Ferry, rounds: Rounds) -> None:
+        self.crew, self.ferry, self.rounds = crew, ferry, rounds
         self.updating: Future[None] | None = None  # an update that may not be over
-        self.coming: Arrival | None = None  # new weights that may still be on their way to where they rest
+        self.coming: Arrival | Delivered | None = None  # new weights that may still be on their way to where they rest
         self.behind = False  # weights do not follow the last update yet
 
     def update(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
@@ -36,7 +36,7 @@ class Beside:
                 coming.wait_here()
             do(piece)
 
-        self.updating = self.host.crew.ask(pieces, do_in_turn)
+        self.updating = self.crew.ask(pieces, do_in_turn)
         return self.updating
 
     def wait(self) -> None:
@@ -47,7 +47,7 @@ class Beside:
 
     def bring(self, masters: Tensor, into: Tensor) -> Arrival:
         """Weights as the update leaves them."""
-        return Arrival(self.host.ferry, masters, into, self.updating, self.rounds)
+        return Arrival(self.ferry, masters, into, self.updating, self.rounds)
 
     def arrive(self) -> None:
         """From here on the device finds new weights where they rest."""

@@ -60,9 +60,9 @@ class Between(Answers):
         return norms_by_name(self.schedule.units.values(), self.schedule.group, self.loss_scale.value)
 
     def report(self) -> dict[str, Any]:
-        """What this rank has sent, holds and spends: bytes by collective, unit and phase; seconds that it has waited, by
-        collective and phase; bytes now, at the peak, and after each phase of the last step, by category, and which of those
-        that are allocated are not training's; seconds by phase, on an accelerator its own."""
+        """What this rank has sent, holds and spends: bytes by collective, unit and phase, and between its own tiers; seconds that
+        it has waited, by collective and phase; bytes now, at the peak, and after each phase of the last step, by category, and
+        which of those that are allocated are not training's; seconds by phase, on an accelerator its own."""
         return self.watch.report() | {"steps": self.global_steps, "skipped": self.skipped_steps}
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:

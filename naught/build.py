@@ -18,16 +18,17 @@ from naught.filling import Filling
 from naught.flat import Meter
 from naught.hints import leaf_names, renew_loans
 from naught.home import GradTypes, Home, Types
+from naught.job import Job
 from naught.layout import ALIGN_NUMEL
 from naught.membership import Membership
 from naught.moving import Budgets
-from naught.placement import Kind, Place, Placement, Tier
-from naught.pooling import Limits, place_in_pool, refuse_what_does_not_fit
+from naught.placement import Place, Placement, Tier
+from naught.pooling import Limits, place_in_pool, refuse_full_disk, refuse_what_does_not_fit
 from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.segment import Segment
 from naught.shapes import Run
 from naught.sizes import PlacedRun
-from naught.tiers import host_side
+from naught.tiers import disk_folder, disk_side, free_disk_bytes, host_side
 from naught.unit import Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits
@@ -69,9 +70,13 @@ _HEEDED = (
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.offload_optimizer.ratio",
+    "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_param.pin_memory",
     "zero_optimization.overlap_comm",
+    "aio.block_size",
+    "aio.intra_op_parallelism",
     "zero_optimization.leaf_module.",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
@@ -104,9 +109,8 @@ def refuse_what_is_not_there_yet(config: Config) -> None:
     """A key that would change the result or ask for more than there is yet is refused, not ignored."""
     if config.auto:
         raise UsageError(f'"auto" is left in {", ".join(sorted(config.auto))}', fix="give values; nobody has filled them in")
-    placement = placement_of(config)
-    if any(placement.of(kind).tier is Tier.DISK for kind in Kind):
-        raise UsageError("the engine keeps no states on disk yet", fix='offload to the host: "device": "cpu"')
+    if placement_of(config).grad.tier is Tier.DISK:
+        raise UsageError("naught.gradients: the engine keeps no gradients on disk yet", fix='set it to "host"')
     asked = [note.path for note in check(to_document(config)).notes if note.effect is Effect.HONOURED]
     defaults = {keys.plain_path(entry.path): entry.info.default for entry in keys.entries()}
     unheeded = [path for path in asked if not _is_heeded(path) and _value(config, path) != defaults.get(path)]
@@ -131,13 +135,14 @@ def _value(config: Config, path: str) -> Any:
 
 
 class Surroundings(NamedTuple):
-    """Among whom, where and counted by whom units live, what share of its step a gradient is, and within which limits; None:
-    there are none."""
+    """Among whom, where and counted by whom units live, what share of its step a gradient is, what training keeps of each
+    parameter, and within which limits; None: there are none."""
 
     group: Group
     device: torch.device
     meter: Meter
     share: Callable[[], float]
+    job: Job
     limits: Limits | None
 
 
@@ -154,10 +159,17 @@ def build_units(
     rules = UnitRules(frozenset(leaf.classes), names, frozenset(leaf.name_suffixes))
     specs = find_units(describe(model, dtypes, membership.has), rules)
     placements = _placements(specs, config, around.limits)
-    group, device, meter, share, _ = around
+    group, device, meter, share, job, _ = around
+    folder = disk_folder(config)
+    if folder is not None:
+        with group.together():
+            placed = [PlacedRun(_run(spec), placements[spec.name]) for spec in specs]
+            refuse_full_disk(placed, job, group.size, free_disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.size).values()), default=0)
     host = host_side(config, device, meter, largest)
-    homes = {name: Home(placement, group, device, meter, share, host) for name, placement in placements.items()}
+    with group.together():
+        disk = disk_side(config, device, meter, largest)
+    homes = {name: Home(placement, group, device, meter, share, host, disk) for name, placement in placements.items()}
     filling = Filling(model, device)
     last = {spec.name: filling.last_owner([params[param.name] for param in spec.params]) for spec in specs}
     lazy = config.naught.lazy_weights

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from naught.holding import staging_bytes
+from naught.holding import room_bytes, staging_bytes
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
@@ -79,9 +79,10 @@ def forecast(
     memory[Tier.DEVICE][Category.BUFFERS] += work.device_buffers
     memory[Tier.HOST][Category.BUFFERS] += work.host_buffers
     if not machine.unified and machine.stages:
-        travels = [run for run, placement in placed if any(placement.of(kind).tier is Tier.HOST for kind in Kind)]
+        travels = [run for run, placement in placed if any(placement.of(kind).tier is not Tier.DEVICE for kind in Kind)]
         largest = max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
         memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(largest) if travels else 0
+    memory[Tier.HOST][Category.BUFFERS] += _rooms(placed, machine, job)
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
     if not kept:
@@ -108,3 +109,13 @@ def forecast(
         tiles=tiles,
         never_together=min(coming, going),
     )
+
+
+def _rooms(placed: Sequence[PlacedRun], machine: Machine, job: Job) -> int:
+    """On the host, for tiles on their way between disk and update: masters, moments, and new weights."""
+    largest = max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
+    updated = any(placement.optim.tier is Tier.DISK for _, placement in placed)
+    sunk = any(placement.param.tier is Tier.DISK for _, placement in placed)
+    moments = round(job.recipe.moments / 4)
+    kinds = (1 + moments + sunk) if updated else int(sunk)
+    return room_bytes(largest, kinds, machine.disk_threads, machine.disk_request_bytes)

@@ -17,7 +17,7 @@ from naught.holding import SLOT_NUMEL, STAGING_SLOTS, STRETCH_NUMEL, Buffer
 from naught.rounding import Rounds
 from naught.streams import Lane, Point, here
 
-__all__ = ["Arrival", "Ferry", "Sent"]
+__all__ = ["Arrival", "Delivered", "Ferry", "Sent"]
 
 
 class Sent(NamedTuple):
@@ -75,6 +75,7 @@ class Ferry:
         self.nbytes = 0
 
     def _land(self, total: Tensor, place: Tensor) -> None:
+        self.meter.move("to the host", place.nbytes)
         if not self.apart:
             place.copy_(total)
             return
@@ -89,6 +90,7 @@ class Ferry:
 
     def bring(self, source: Tensor, into: Tensor, after: Point, rounds: Rounds) -> Point:
         """Copy what rests on the host to the device, after a point of the device's order; any thread may ask."""
+        self.meter.move("to the device", source.nbytes)
         if not self.apart:
             rounds(into, source)
             return after
@@ -138,3 +140,16 @@ class Arrival:
     def wait(self) -> None:
         """From here on the device finds them."""
         self.set_out.result().hold(self.ferry.device)
+
+
+class Delivered:
+    """Weights that an update itself brings to where they rest, a tile at a time."""
+
+    def __init__(self, updated: Future[None]) -> None:
+        self.updated = updated
+
+    def wait_here(self) -> None:
+        self.updated.result()
+
+    def wait(self) -> None:
+        self.updated.result()

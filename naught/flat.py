@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,20 +16,28 @@ __all__ = ["Flat", "Meter"]
 
 @dataclass
 class Meter:
-    """Bytes of live buffers by category, and the most that there have been. Whenever a buffer comes it looks what the process
-    holds in all, where somebody can tell it: that is when there is the most beside it."""
+    """Bytes of live buffers by category, and the most that there have been; and bytes that went between the tiers, by where they
+    went. Whenever a buffer comes it looks what the process holds in all, where somebody can tell it: that is when there is the
+    most beside it. Any thread may tell it something."""
 
     live: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
     allocated: Callable[[], int | None] = lambda: None
     most: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def change(self, category: str, nbytes: int) -> None:
-        live = self.live[category] = self.live[category] + nbytes
-        if live > self.peak[category]:
-            self.peak[category] = live
+        with self.lock:
+            live = self.live[category] = self.live[category] + nbytes
+            if live > self.peak[category]:
+                self.peak[category] = live
         if nbytes > 0:
             self.look()
+
+    def move(self, where: str, nbytes: int) -> None:
+        with self.lock:
+            self.moved[where] += nbytes
 
     def look(self) -> int | None:
         """What the process holds now; None where nobody counts it."""

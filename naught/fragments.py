@@ -100,7 +100,7 @@ class _Home(NamedTuple):
     # --- what follows a write ---
 
     def moments_written(self) -> None:
-        self.segment.states.moments_written()
+        self.segment.states.written()
 
     def masters_written(self) -> None:
         """The weights follow, on every rank."""

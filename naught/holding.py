@@ -19,10 +19,12 @@ __all__ = [
     "SLOT_NUMEL",
     "STAGING_SLOTS",
     "STRETCH_NUMEL",
+    "TILE_STEP",
     "Buffer",
     "Life",
     "Peaks",
     "held_after_each",
+    "room_bytes",
     "simulate",
     "staging_bytes",
 ]
@@ -35,6 +37,16 @@ STRETCH_NUMEL, SLOT_NUMEL, STAGING_SLOTS = 1 << 23, 1 << 24, 4
 def staging_bytes(largest_numel: int) -> int:
     """Of all slots, where the largest part that travels has so many elements."""
     return STAGING_SLOTS * min(SLOT_NUMEL, largest_numel) * 4
+
+
+def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int) -> int:
+    """What is updated from disk is updated a tile at a time: of all rooms for tiles of so many kinds of states, by so many
+    threads, in requests of so many bytes at most, and of one more for whoever else reads or writes."""
+    tile = min(-(-request_bytes // (4 * TILE_STEP)), -(-largest_numel // TILE_STEP)) * TILE_STEP * 4
+    return tile * (threads * kinds + 1) if kinds else 0
+
+
+TILE_STEP = 4096  # elements: of every type a whole number of pages
 
 
 class Buffer(StrEnum):
@@ -69,7 +81,8 @@ _UPDATED = (Verb.UPDATE, Kind.OPTIM)
 LIVES: Mapping[Buffer, Life] = {
     Buffer.READ_WEIGHTS: Life(Tier.HOST, (Verb.READ, Kind.PARAM), ((Verb.GATHER, Kind.PARAM),), lambda size: size.weight_shard),
     Buffer.READ_GRADS: Life(Tier.HOST, (Verb.READ, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard),
-    Buffer.READ_STATES: Life(Tier.HOST, (Verb.READ, Kind.OPTIM), ((Verb.WRITE, Kind.OPTIM),), lambda size: size.state_shard),
+    # A tile at a time, in rooms of a constant size: see `room_bytes`.
+    Buffer.READ_STATES: Life(None, (Verb.READ, Kind.OPTIM), ((Verb.WRITE, Kind.OPTIM),), lambda size: size.state_shard),
     Buffer.LOADED_GRADS: Life(Tier.DEVICE, (Verb.LOAD, Kind.GRAD), (_UPDATED,), lambda size: size.grad_shard),
     Buffer.AHEAD: Life(
         None, (Verb.GATHER, Kind.PARAM), ((Verb.USE, Kind.PARAM), (Verb.USE, Kind.GRAD)), lambda size: size.weights
@@ -107,7 +120,7 @@ LIVES: Mapping[Buffer, Life] = {
         Tier.HOST, (Verb.STORE, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard
     ),
     Buffer.NEW_WEIGHTS: Life(
-        Tier.HOST,
+        None,
         _UPDATED,
         ((Verb.WRITE, Kind.PARAM),),
         lambda size: size.weight_shard,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,10 @@ from naught.host_crew import HostCrew
 from naught.placement import Placement, Tier
 from naught.rounding import Rounds, half_up, nearest
 from naught.shelves import DeviceShelf, Shelf
+from naught.spill import Desk, Room, Spill, Stored
+from naught.streams import Point
 
-__all__ = ["GradTypes", "Home", "HostSide", "Types"]
+__all__ = ["DiskSide", "GradTypes", "Home", "HostSide", "Reading", "Types"]
 
 
 class GradTypes(NamedTuple):
@@ -56,9 +59,64 @@ class HostSide(NamedTuple):
         self.ferry.close()
 
 
+class DiskSide:
+    """What a rank has on disk: a file for each kind of state, room for tiles on their way, and threads that read, update and
+    write."""
+
+    def __init__(self, folder: str, desk: Desk, crew: HostCrew) -> None:
+        self.folder, self.desk, self.crew = folder, desk, crew
+        self.spills: dict[str, Spill] = {}
+        self.idle: list[Reading] = []  # rooms for whole shards that nobody reads into
+
+    def take(self, numel: int, dtype: torch.dtype, category: str) -> Stored:
+        """Zeros that are held from here on."""
+        if category not in self.spills:
+            self.spills[category] = Spill(self.folder)
+        return Stored(self.spills[category], self.desk, numel, dtype, category)
+
+    def read(self, stored: Stored, after: Future[None] | None) -> Reading:
+        """Begin to read all of it, once nobody writes to it any more."""
+        reading = next((each for each in self.idle if each.room.elements.nbytes >= stored.nbytes), None)
+        if reading is None:
+            reading = Reading(Room.make(stored.nbytes, register=self.desk.register))
+            self.desk.meter.change(_SHARDS, reading.room.elements.nbytes)
+        else:
+            self.idle.remove(reading)
+        left = reading.left
+
+        def read_tile(place: int) -> None:
+            if after is not None:
+                after.result()
+            if left is not None:
+                left.result().wait()
+            stored.read_all(reading.room, place)
+
+        reading.over = self.crew.ask(len(stored.tiles), read_tile)
+        return reading
+
+    def close(self) -> None:
+        """Once nothing rests there any more."""
+        self.crew.stop()
+        for spill in self.spills.values():
+            spill.close()
+        self.spills.clear()
+
+
+_SHARDS = "host shards"  # a category of the meter: weights on their way from disk
+
+
+class Reading:
+    """A shard on its way from disk, in a room of its own; and when the device has copied what was in it before."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.over: Future[None] | None = None
+        self.left: Future[Point] | None = None
+
+
 class Home(NamedTuple):
     """Where a segment lives: its placement, the ranks that share it, their device, who counts its bytes, what share of its
-    step a gradient is, and the host, if anything rests there."""
+    step a gradient is, the host, if anything rests there, and the disk."""
 
     placement: Placement
     group: Group
@@ -66,6 +124,7 @@ class Home(NamedTuple):
     meter: Meter
     share: Callable[[], float]
     host: HostSide | None
+    disk: DiskSide | None = None
 
     def shelf(self, tier: Tier) -> Shelf:
         if tier is Tier.DEVICE:

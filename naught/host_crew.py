@@ -101,9 +101,10 @@ class _Queue:
 
 
 class HostCrew:
-    """Does jobs one after the other. Without cores it is one thread, on any of them: where training itself needs them."""
+    """Does jobs one after the other. Each thread has a core, or, for None, is on any of them. Without any it is one thread: where
+    training itself needs the cores."""
 
-    def __init__(self, cores: list[int] | None) -> None:
+    def __init__(self, cores: Sequence[int | None] | None) -> None:
         self.cores, self.queue = cores, _Queue()
         self.own = threading.local()
         self.threads: list[threading.Thread] = []

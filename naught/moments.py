@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,56 +18,52 @@ from torch import Tensor
 from naught.holding import STRETCH_NUMEL
 from naught.layout import ALIGN_NUMEL
 from naught.shelves import Shelf
+from naught.spill import Stored
 
-__all__ = ["BLOCK_NUMEL", "Moment", "Packed", "Wide", "pack", "unpack"]
+__all__ = ["BLOCK_NUMEL", "Held", "Lent", "Packed", "Wide", "pack", "unpack"]
 
 BLOCK_NUMEL = ALIGN_NUMEL
 Move = Callable[[Tensor], Tensor]
 After = Callable[[], None]
 
 
-class Moment(Protocol):
-    def whole(self) -> Tensor:
-        """All of it in 32 bits. Who writes to it says so."""
+class Lent(NamedTuple):
+    """Elements for an update, and what is to be done once they are updated; None: nothing."""
 
-    def written(self) -> None:
-        """What `whole` gave was written to."""
-
-    def will_change(self) -> None:
-        """An update begins: what `whole` gave is old from here on."""
-
-    def part(self, span: slice) -> tuple[Tensor, After | None]:
-        """Some of it in 32 bits, for an update, and what is to be done behind that."""
-
-    def move(self, move: Move) -> Moment:
-        """The same elsewhere."""
-
-    def give_back(self, shelf: Shelf) -> None: ...
+    values: Tensor
+    after: After | None = None
 
 
 class Wide:
     """In 32 bits."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, values: Tensor, category: str = "states") -> None:
+        self.values, self.category = values, category
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
 
     def whole(self) -> Tensor:
+        """All of it in 32 bits. Who writes to it says so."""
         return self.values
 
     def written(self) -> None:
-        """It is what was written to."""
+        """What `whole` gave was written to: that is itself."""
 
     def will_change(self) -> None:
-        """It is what changes."""
+        """An update begins: what `whole` gave changes with it."""
 
-    def part(self, span: slice) -> tuple[Tensor, After | None]:
-        return self.values[span], None
+    def part(self, span: slice) -> Lent:
+        """Some of it in 32 bits, for an update."""
+        return Lent(self.values[span])
 
     def move(self, move: Move) -> Wide:
-        return Wide(move(self.values))
+        """The same elsewhere."""
+        return Wide(move(self.values), self.category)
 
     def give_back(self, shelf: Shelf) -> None:
-        shelf.give_back(self.values, "states")
+        shelf.give_back(self.values, self.category)
 
 
 class _Levels(NamedTuple):
@@ -99,6 +95,10 @@ class Packed:
         codes = shelf.take(numel, torch.uint8, "states")
         return cls(codes, shelf.take(numel // BLOCK_NUMEL, torch.float32, "states"), signed=signed)
 
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
     def whole(self) -> Tensor:
         if self.copy is None:
             self.copy = torch.empty(self.codes.shape, dtype=torch.float32)
@@ -114,11 +114,11 @@ class Packed:
     def will_change(self) -> None:
         self.copy = None
 
-    def part(self, span: slice) -> tuple[Tensor, After | None]:
+    def part(self, span: slice) -> Lent:
         blocks = slice(span.start // BLOCK_NUMEL, span.stop // BLOCK_NUMEL)
         codes, scales = self.codes[span], self.scales[blocks]
         wide = unpack(codes, scales, signed=self.signed)
-        return wide, partial(pack, wide, codes, scales, signed=self.signed)
+        return Lent(wide, partial(pack, wide, codes, scales, signed=self.signed))
 
     def move(self, move: Move) -> Packed:
         return Packed(move(self.codes), move(self.scales), signed=self.signed)
@@ -131,6 +131,9 @@ class Packed:
         for start in range(0, wide.numel(), STRETCH_NUMEL):
             span = slice(start, min(start + STRETCH_NUMEL, wide.numel()))
             yield wide[span], self.codes[span], self.scales[span.start // BLOCK_NUMEL : span.stop // BLOCK_NUMEL]
+
+
+Held = Wide | Packed | Stored
 
 
 def unpack(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -14,6 +14,7 @@ from naught.flat import Flat
 from naught.gradients import DeviceSum
 from naught.holding import Buffer
 from naught.segment import Segment
+from naught.spill import Stored
 from naught.unit import Unit
 
 __all__ = ["Parking"]
@@ -63,7 +64,9 @@ def _moments(segment: Segment) -> list[Return]:
     if segment.remote:
         return []  # they rest on the host
     states, move = segment.states, _mover(segment, "states")
-    host = states.held = {name: moment.move(partial(move, to=_HOST)) for name, moment in states.held.items()}
+    near = {name: moment for name, moment in states.held.items() if not isinstance(moment, Stored)}  # all of them
+    host = {name: moment.move(partial(move, to=_HOST)) for name, moment in near.items()}
+    states.held = dict(host)
 
     def bring_back() -> None:
         states.held = {name: moment.move(partial(move, to=segment.weights.device)) for name, moment in host.items()}
@@ -73,21 +76,23 @@ def _moments(segment: Segment) -> list[Return]:
 
 def _masters(segment: Segment) -> list[Return]:
     states, move = segment.states, _mover(segment, "masters")
-    if states.masters is None or segment.remote:
+    if states.master is None or segment.remote:
         return []
-    host = states.masters = move(states.masters, _HOST)
+    assert not isinstance(states.master, Stored)
+    host = states.master = states.master.move(partial(move, to=_HOST))
 
     def bring_back() -> None:
-        states.masters = move(host, segment.weights.device)
+        states.master = host.move(partial(move, to=segment.weights.device))
 
     return [bring_back]
 
 
 def _weights(segment: Segment) -> list[Return]:
     weights, move = segment.weights, _mover(segment, "weights")
-    if not weights.split:
+    if weights.stays:
         weights.hide()
-        return [weights.bind, _flat(weights.flat)]  # they come back in reverse
+        back = _flat(weights.flat)
+        return [back] if weights.split else [weights.bind, back]  # they come back in reverse
     if weights.shard is None or weights.shard.device == _HOST != weights.device:
         return []  # they rest on the host
     host = weights.shard = move(weights.shard, _HOST)

@@ -239,9 +239,10 @@ class Passes:
             self._let_go()
 
     def _let_go(self) -> None:
-        for host in {segment.home.host for unit in self.schedule.units.values() for segment in unit.segments}:
-            if host is not None:
-                host.close()
+        homes = [segment.home for unit in self.schedule.units.values() for segment in unit.segments]
+        for side in dict.fromkeys(side for home in homes for side in (home.disk, home.host)):
+            if side is not None:
+                side.close()
         self.hooks.remove()
         claimed.drop(self.homes)
         self.homes.clear()

@@ -15,12 +15,14 @@ from naught.schedule import Schedule
 from naught.segment import Segment
 from naught.shelves import HOST
 from naught.shortage import Whole
+from naught.spill import DISK, Stored
 from naught.steps import Moment, Pass, Placements, Sizes, Step
 
 __all__ = ["at_rest", "is_recomputing", "planned_of", "planned_peaks", "whole_units"]
 
 # What the meter counts of what a plan holds.
 _METERED = (Buffer.GATHERED, Buffer.GRAD_FLATS, Buffer.WHOLE_GRADS, Buffer.SCRATCH, Buffer.OWNED_GRADS)
+_WHERE = {Tier.DEVICE: "", Tier.HOST: HOST, Tier.DISK: DISK}
 _WIDE = 4  # bytes of an element of masters and moments
 
 
@@ -51,15 +53,17 @@ def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
     for unit in schedule.units.values():
         for segment in unit.segments:
             weights, states = segment.weights, segment.states
-            updates = HOST if segment.remote else ""
+            updates = _WHERE[unit.placement.optim.tier] if segment.remote else ""
             if not weights.stays:
-                rest[("" if unit.placement.param.tier is Tier.DEVICE else HOST) + "weights"] += weights.shard_bytes
+                nbytes = weights.shard_bytes if weights.stored is None else weights.stored.nbytes
+                rest[_WHERE[unit.placement.param.tier] + "weights"] += nbytes
             else:
                 rest["weights"] += weights.flat.nbytes
-            rest[updates + "masters"] += 0 if states.masters is None else states.masters.nbytes
+            rest[updates + "masters"] += 0 if states.master is None else states.master.nbytes
             rest["rests"] += 0 if states.rests is None else states.rests.nbytes
-            each = SMALL_MOMENT if states.small else _WIDE
-            rest[updates + "states"] += int(each * states.owned.numel) * _moments(segment, optimizer)
+            each = SMALL_MOMENT if states.rest.small else _WIDE
+            of_moment = states.master.nbytes if isinstance(states.master, Stored) else int(each * states.owned.numel)
+            rest[updates + "states"] += of_moment * _moments(segment, optimizer)
             if segment.remote:
                 assert segment.home.host is not None
                 rest[HOST + "gradients"] += segment.grads.owned_bytes * segment.home.host.rooms
@@ -75,7 +79,7 @@ def whole_units(schedule: Schedule, optimizer: Optimizer | None) -> list[Whole]:
             weights=sum(segment.weights.flat.nbytes for segment in unit.segments),
             grads=sum(segment.grads.flat.nbytes for segment in unit.trained),
             states=sum(
-                _WIDE * segment.layout.numel * (_moments(segment, optimizer) + (segment.states.masters is not None))
+                _WIDE * segment.layout.numel * (_moments(segment, optimizer) + (segment.states.master is not None))
                 for segment in unit.trained
             ),
         )

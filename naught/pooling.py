@@ -10,14 +10,14 @@ from naught.errors import PlacementError
 from naught.estimate import Forecast, forecast
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
-from naught.placement import PLACEMENTS, Kind, Placement, Tier
+from naught.placement import PLACEMENTS, Placement, Tier
 from naught.quantity import show_bytes
 from naught.shapes import Run
-from naught.sizes import PlacedRun
+from naught.sizes import PlacedRun, resting_bytes
 
-__all__ = ["Limits", "place_in_pool", "refuse_what_does_not_fit"]
+__all__ = ["Limits", "place_in_pool", "refuse_full_disk", "refuse_what_does_not_fit"]
 
-_ON_DISK = "the next tier is the disk, which the engine cannot use yet"
+_ON_DISK = "name a folder for what has no room in naught.nvme_path"
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,29 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> list[Placement]:
     """Use the device and the host as one memory: the states of each unit go to the nearest tier with room. The first ones of the
     forward stay on the device, where they are updated at once, and the host has time for the rest."""
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    placed = pool(units, lambda _: limits.activations, replace(limits.machine, disk_bytes=0), job, automatic=False)
+    placed = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False)
     found = [placement for run, placement in placed for _ in range(run.repeat)]
-    on_disk = any(placement.of(kind).tier is Tier.DISK for placement in found for kind in Kind)
-    if on_disk or not _forecast(placed, limits).fits:
+    astray = any(placement.grad.tier is Tier.DISK for placement in found)  # the engine sums gradients on the host
+    if astray or not _forecast(placed, limits).fits:
         all_on_host = _forecast([PlacedRun(run, PLACEMENTS["infinity-host"]) for run in units], limits)
         raise PlacementError(
             f"the model does not fit; if all of its states were on the host, {_needs(all_on_host)}",
             where="naught.placement",
-            fix=f"use more ranks, a smaller model or batch, or larger limits; {_ON_DISK}",
+            fix="use more ranks, a smaller model or batch, or larger limits"
+            + ("" if limits.machine.disk_bytes else f"; {_ON_DISK}"),
         )
     return found
+
+
+def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: int, folder: str) -> None:
+    """Before anything is written. `free` is what the ranks of a host have together, for one of them."""
+    needed = sum(resting_bytes(run, placement, world, job)[Tier.DISK] for run, placement in placed)
+    if needed > free:
+        raise PlacementError(
+            f"states of {show_bytes(needed)} a rank would go to {folder}, and {show_bytes(free)} a rank are free there",
+            where="nvme_path",
+            fix="make room on that disk, name a folder on another one, or let more states rest on the device or the host",
+        )
 
 
 def refuse_what_does_not_fit(placed: Sequence[PlacedRun], limits: Limits) -> None:

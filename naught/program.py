@@ -19,6 +19,7 @@ _MOMENTS = {
     (Verb.LEAVE, Kind.GRAD): Moment.DONE,
 }
 _ACTIONS: dict[tuple[Verb, Kind], Callable[[Unit], Callable[[], None]]] = {
+    (Verb.READ, Kind.PARAM): lambda unit: unit.read,
     (Verb.GATHER, Kind.PARAM): lambda unit: unit.gather,
     (Verb.USE, Kind.PARAM): lambda unit: unit.ready,
     (Verb.USE, Kind.GRAD): lambda unit: unit.ready,

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from naught.beside import Beside
-from naught.comm import Pending
-from naught.ferry import Arrival
+from naught.comm import Pending, Waits
+from naught.ferry import Arrival, Delivered
 from naught.folded import Folded
 from naught.gradients import DeviceSum, Gradients, Sum
-from naught.home import Home, Types
+from naught.home import Home, Reading, Types
 from naught.layout import Layout, Span
 from naught.placement import Tier
 from naught.rounding import fold, unfold
 from naught.rules import Part
 from naught.stash import HostSum
-from naught.states import Cut, States, Updating
+from naught.states import Cut, Resting, States, Updating
 from naught.streams import here
 from naught.weights import Weights
 
@@ -44,14 +44,17 @@ class Segment:
         self.everywhere = not placement.optim.split or not (self.trained or split)
         owned = Span(0, layout.numel) if self.everywhere else layout.shard(group.rank)
         remote = self.trained and placement.optim.tier is not Tier.DEVICE
-        shelf = home.shelf(placement.optim.tier if self.trained else Tier.DEVICE)
-        self.kept = States(layout, owned, groups, shelf, small=types.small_moments)
+        tier = placement.optim.tier if self.trained else Tier.DEVICE
+        disk = home.disk if tier is Tier.DISK else None
+        self.kept = States(layout, owned, groups, Resting(home.shelf(tier), disk, types.small_moments))
+        sunk = placement.param.tier is Tier.DISK and split  # weights rest on disk, where nothing is updated
         masters: Tensor | None = None  # None: the weights have 32 bits, and are updated where they are
-        if self.trained and (remote or types.weights != torch.float32):
+        if self.trained and (remote or sunk or types.weights != torch.float32):
             masters = self.kept.first_masters([param.data for param in params], group, home.device)
         # Masters on the host are what split weights that rest there are made of: the host keeps nothing twice.
-        own = None if remote and placement.param.tier is not Tier.DEVICE else home.shelf(placement.param.tier)
-        self.weights = Weights(params, layout, types, home, own, split=split)
+        made = remote and placement.optim.tier is placement.param.tier is Tier.HOST
+        own = None if made else home.shelf(placement.param.tier)
+        self.weights = Weights(params, layout, types, home, own, home.disk if sunk else None, split=split)
         self.beside: Beside | None = None  # None: it is updated on the device, in its order
         self.folded: Folded | None = None  # None: masters are whole, or there are none
         near = placement.param.tier is Tier.DEVICE and placement.optim.tier is Tier.DEVICE
@@ -63,20 +66,21 @@ class Segment:
         owner: Sum = DeviceSum(types.grads.sums, home.meter)
         if remote:
             assert home.host is not None
-            self.beside = Beside(home.host, types.rounds)
+            crew = home.host.crew if disk is None else disk.crew
+            self.beside = Beside(crew, home.host.ferry, types.rounds)
             owner = HostSum(owned.numel, types.grads, home.host.ferry, home.host.shelf, home.host.rooms)
         self.grads = Gradients(params, layout, types.grads, home, owner)
+        self.reading: Reading | None = None  # its slice, on its way from disk
 
     @property
     def remote(self) -> bool:
-        """Whether it is updated on the host."""
+        """Whether it is updated on the host, from there or from disk."""
         return self.beside is not None
 
     @property
     def states(self) -> States:
         """What the rule remembers, once no update is under way."""
-        if self.beside is not None:
-            self.beside.wait()
+        self._wait()
         return self.kept
 
     def settle(self) -> None:
@@ -91,10 +95,17 @@ class Segment:
         """The weights that this rank updates, in their own type; where they are made of masters each time, a copy."""
         if self.everywhere:
             return self.weights.flat.tensor
+        if self.weights.stored is not None:
+            self._wait()
+            return self.weights.stored.whole()
         if self.weights.shard is None:
             return self._rounded()
         self._arrive()
         return self.weights.shard
+
+    def _wait(self) -> None:
+        if self.beside is not None:
+            self.beside.wait()
 
     def _arrive(self) -> None:
         if self.beside is not None:
@@ -146,26 +157,58 @@ class Segment:
             part = self.kept.part(cut, wide, total, whole=False)
             yield part._replace(after=(*part.after, partial(fold, wide, weights[span], rests[span])))
 
+    def read(self) -> None:
+        """Have this rank's slice read from disk, if that is where it rests: ahead of its gather."""
+        if self.weights.stored is not None and self.reading is None:
+            assert self.home.disk is not None
+            self.reading = self.home.disk.read(self.weights.stored, None if self.beside is None else self.beside.updating)
+
     def start_gather(self, unit: str) -> Pending:
         weights = self.weights
         return self.home.group.gather(weights.flat.tensor, weights.flat.slices, unit, self._bring_own())
 
-    def _bring_own(self) -> Arrival | None:
+    def _bring_own(self) -> Waits | None:
         """Have this rank's slice put into the flat; None: it is there."""
         weights, host = self.weights, self.home.host
         if weights.stays:
             return None if self.beside is None else self.beside.coming
         mine = weights.open()
+        if weights.stored is not None:
+            return self._bring_from_disk(mine)
         if weights.shard is None:
             assert self.beside is not None
             assert self.kept.masters is not None
             return self.beside.bring(self.kept.masters, mine)
-        if weights.shard.device != mine.device:
+        if weights.shard.device != mine.device or self.home.placement.param.tier is not Tier.DEVICE:
             assert host is not None
-            return Arrival(host.ferry, weights.shard, mine, None, weights.rounds)
+            updating = None if self.beside is None else self.beside.updating
+            return Arrival(host.ferry, weights.shard, mine, updating, weights.rounds)
         self._arrive()
         mine.copy_(weights.shard)
         return None
+
+    def _bring_from_disk(self, mine: Tensor) -> Arrival:
+        self.read()
+        reading, self.reading = self.reading, None
+        assert reading is not None
+        assert self.home.disk is not None
+        assert self.home.host is not None
+        source = reading.room.of(mine.numel(), mine.dtype)
+        arrival = Arrival(self.home.host.ferry, source, mine, reading.over, self.weights.rounds)
+        reading.left = arrival.set_out
+        self.home.disk.idle.append(reading)
+        return arrival
+
+    def update_on_disk(self, pieces: int, do: Callable[[int], None]) -> None:
+        """Have it updated tile by tile; each puts new weights where they rest."""
+        assert self.beside is not None
+        assert isinstance(self.grads.owned, HostSum)
+        if self.weights.stored is not None:
+            self.weights.stored.will_change()
+        over = self.beside.update(pieces, do)
+        self.grads.owned.read_by(over)
+        if self.home.placement.param.tier is Tier.DEVICE:
+            self.beside.coming = Delivered(over)
 
     def update_beside(self, pieces: int, do: Callable[[int], None], *, delayed: bool) -> None:
         """Have it updated on the host, piece by piece; what modules compute with follows, or stays as it is until it is to
@@ -187,11 +230,14 @@ class Segment:
 
     def written(self) -> None:
         """The weights that an update works on change: what modules compute with follows."""
-        if self.beside is not None and self.weights.shard is not None:
+        self.kept.written()
+        if self.weights.stored is not None:
+            self.weights.stored.fill(self._rounded())
+        elif self.beside is not None and self.weights.shard is not None:
             assert self.kept.masters is not None
             self.beside.coming = self.beside.bring(self.kept.masters, self.weights.shard)
-        elif self.beside is None and self.kept.masters is not None:
-            self.weights.rounds(self.target, self.kept.masters)
+        elif self.beside is None and self.kept.master is not None:
+            self.weights.rounds(self.target, self.exact)
         elif self.folded is not None:
             self.folded.written(self.target)
 
@@ -204,11 +250,13 @@ class Segment:
     def take_back(self) -> None:
         """Keep what was written: where weights are not what they were, masters or rests are theirs."""
         mine, before = self.target, None
-        if self.states.masters is not None:
+        if self.states.master is not None:
             before = self._rounded()
         elif self.folded is not None:
             before, self.folded.lent, self.folded.copy = self.folded.lent, None, None
         self.weights.take_back(mine)
+        if self.weights.stored is not None:
+            self.weights.stored.written()
         if before is not None:
             self.kept.follow(mine, before.to(mine.device))
 

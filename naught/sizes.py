@@ -71,8 +71,8 @@ def _state(placement: Placement, job: Job) -> float:
         return recipe.moments + _MASTER + (job.kept_host_grad if placement.grad.tier is Tier.DEVICE else 0)
     if recipe.master == 2 and placement.param.tier is not Tier.DEVICE:
         return recipe.moments + _MASTER  # weights and rests are a master only side by side
-    needs_copy = recipe.master == 0 and placement.optim.tier is Tier.DISK and placement.param.tier is Tier.DEVICE
-    return recipe.state + (recipe.weight if needs_copy else 0)
+    sunk = recipe.master == 0 and Tier.DISK in (placement.optim.tier, placement.param.tier)  # nothing is updated there
+    return recipe.state + (_MASTER if sunk else 0)
 
 
 def trained_numel(run: Run, world: int) -> int:

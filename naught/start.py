@@ -34,7 +34,7 @@ from naught.rates import RateSchedule
 from naught.rules import RULES
 from naught.schedule import Schedule
 from naught.stepping import Scheduler, Stepping
-from naught.tiers import limits_here
+from naught.tiers import job_of, limits_here
 from naught.watch import Watch
 
 __all__ = ["Started", "initialize"]
@@ -138,7 +138,7 @@ def _listen(
     """Move the model into flats, and listen to it."""
     precision, device = precision_of(settings, accumulation.steps), watch.device
     limits = limits_here(settings, precision, moments, group, device, _bytes_on(device, model))
-    around = Surroundings(group, device, watch.meter, accumulation.share, limits)
+    around = Surroundings(group, device, watch.meter, accumulation.share, job_of(settings, precision, moments), limits)
     with _limited(device, settings.naught.gpu_memory):
         units = build_units(model, settings, precision, membership, around)
         schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from torch import Tensor
 
@@ -22,8 +22,9 @@ class _Room:
         self.reader: Future[None] | None = None
 
     def wait(self) -> None:
+        """Also for one that fails: who needs its result is told."""
         if self.reader is not None:
-            self.reader.result()
+            wait([self.reader])
             self.reader = None
 
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from naught.comm import Group
+from naught.home import DiskSide
 from naught.layout import Layout, Span, intersect
-from naught.moments import Moment, Packed, Wide
+from naught.moments import Held, Packed, Wide
 from naught.rules import Hyper, Part, Rule
 from naught.shelves import Shelf
+from naught.spill import Stored
 
-__all__ = ["Cut", "States", "Updating"]
+__all__ = ["Cut", "Resting", "States", "Updating"]
 
 
 class Updating(NamedTuple):
@@ -34,26 +36,41 @@ class Cut(NamedTuple):
     group: int
 
 
-class States:
-    """Moments of the part of a flat that this rank updates, made on a shelf when they are first needed; small ones have 8 bits.
-    `groups` says which parameter group each slot belongs to."""
+class Resting(NamedTuple):
+    """Where states rest: on a shelf, or on disk if there is one for them; and whether moments are small, of 8 bits."""
 
-    def __init__(self, layout: Layout, owned: Span, groups: Sequence[int], shelf: Shelf, *, small: bool = False) -> None:
-        self.layout, self.owned, self.groups, self.shelf, self.small = layout, owned, list(groups), shelf, small
-        self.held: dict[str, Moment] = {}
-        self.masters: Tensor | None = None  # None: the weights tell, by themselves or with rests
+    shelf: Shelf
+    disk: DiskSide | None = None
+    small: bool = False
+
+
+class States:
+    """Moments of the part of a flat that this rank updates, made where they rest when they are first needed. `groups` says which
+    parameter group each slot belongs to."""
+
+    def __init__(self, layout: Layout, owned: Span, groups: Sequence[int], rest: Resting) -> None:
+        self.layout, self.owned, self.groups, self.rest = layout, owned, list(groups), rest
+        self.held: dict[str, Held] = {}
+        self.master: Held | None = None  # None: the weights tell, by themselves or with rests
         self.rests: Tensor | None = None  # what 16-bit weights lack of their masters; None: nothing, or there are masters
         self.steps = [0] * len(layout.slots)
         self.numbers: list[dict[str, Any]] = [{} for _ in layout.slots]  # what a rule keeps of whole parameters
+
+    @property
+    def masters(self) -> Tensor | None:
+        """In 32 bits. Who writes to them says so."""
+        return None if self.master is None else self.master.whole()
 
     @property
     def moments(self) -> dict[str, Tensor]:
         """In 32 bits. Who writes to them says so."""
         return {name: moment.whole() for name, moment in self.held.items()}
 
-    def moments_written(self) -> None:
-        for moment in self.held.values():
-            moment.written()
+    def written(self) -> None:
+        """Somebody has written to masters or moments."""
+        for held in (self.master, *self.held.values()):
+            if held is not None:
+                held.written()
 
     def first_masters(self, weights: Sequence[Tensor], group: Group, device: torch.device) -> Tensor:
         """32-bit masters of this rank's part, from weights that no rounding has touched yet, as rank 0 has them."""
@@ -64,34 +81,41 @@ class States:
         return whole[self.owned.start : self.owned.stop]
 
     def keep_masters(self, masters: Tensor) -> None:
-        self.masters = self.shelf.take(self.owned.numel, torch.float32, "masters", travels=True).copy_(masters)
+        if self.rest.disk is not None:
+            self.master = self.rest.disk.take(self.owned.numel, torch.float32, "masters")
+            self.master.fill(masters)
+        else:
+            place = self.rest.shelf.take(self.owned.numel, torch.float32, "masters", travels=True)
+            self.master = Wide(place.copy_(masters), "masters")
 
     def keep_rests(self) -> Tensor:
         """Keep rests instead of masters."""
-        self.rests = self.shelf.take(self.owned.numel, torch.int16, "rests")
+        self.rests = self.rest.shelf.take(self.owned.numel, torch.int16, "rests")
         return self.rests
 
     def follow(self, weights: Tensor, before: Tensor) -> None:
         """Somebody has written to the weights: where they are not what they were, masters or rests are theirs."""
-        if self.masters is not None:
-            theirs = (weights != before).to(self.masters.device)
-            self.masters[theirs] = weights.to(self.masters.device)[theirs].float()
+        masters = self.masters
+        if self.master is not None and masters is not None:
+            theirs = (weights != before).to(masters.device)
+            masters[theirs] = weights.to(masters.device)[theirs].float()
+            self.master.written()
         if self.rests is not None:
             self.rests[weights != before] = 0
 
     def forget(self, names: Iterable[str]) -> None:
         """Let go of some moments."""
         for name in names:
-            self.held.pop(name).give_back(self.shelf)
+            self.held.pop(name).give_back(self.rest.shelf)
 
     def let_go(self) -> None:
         self.forget(list(self.held))
         self.numbers = [{} for _ in self.numbers]
-        if self.masters is not None:
-            self.shelf.give_back(self.masters, "masters")
-            self.masters = None
+        if self.master is not None:
+            self.master.give_back(self.rest.shelf)
+            self.master = None
         if self.rests is not None:
-            self.shelf.give_back(self.rests, "rests")
+            self.rest.shelf.give_back(self.rests, "rests")
             self.rests = None
 
     def part_of(self, index: int) -> Span:
@@ -102,8 +126,9 @@ class States:
     def cuts(self, how: Updating, used: Sequence[bool]) -> list[Cut]:
         """What an update of the used slots works on, so much at a time. Counts the update."""
         self.prepare(how)
-        for moment in self.held.values():
-            moment.will_change()
+        for held in (self.master, *self.held.values()):
+            if held is not None:
+                held.will_change()
         found = []
         for cut in self._runs(used, apart=how.rule.apart):
             span, stride = cut.span, cut.span.numel if how.rule.apart else how.most_numel
@@ -115,10 +140,10 @@ class States:
     def part(self, cut: Cut, weights: Tensor, grads: Tensor, *, whole: bool = True) -> Part:
         """A cut of the 32-bit weights that this rank updates, unless that is what is given, and of their gradients."""
         (start, stop), first, step, group = cut
-        moments = {name: moment.part(slice(start, stop)) for name, moment in self.held.items()}
+        lent = {name: _near(moment).part(slice(start, stop)) for name, moment in self.held.items()}
         mine = weights[start:stop] if whole else weights
-        after = tuple(after for _, after in moments.values() if after is not None)
-        values = {name: value for name, (value, _) in moments.items()}
+        after = tuple(part.after for part in lent.values() if part.after is not None)
+        values = {name: part.values for name, part in lent.items()}
         return Part(mine, grads[start:stop], values, self.numbers[first], step, group, after)
 
     def lacks(self, how: Updating) -> bool:
@@ -131,14 +156,21 @@ class States:
         for name in dict.fromkeys(name for initial in wanted.values() for name in initial):
             if name in self.held:
                 continue
-            if self.small:
-                self.held[name] = Packed.on(self.shelf, self.owned.numel, signed=how.rule.signs[name])
+            if self.rest.small:
+                self.held[name] = Packed.on(self.rest.shelf, self.owned.numel, signed=how.rule.signs[name])
                 continue
-            moment = self.shelf.take(self.owned.numel, torch.float32, "states")
-            for index, group in enumerate(self.groups):
-                if wanted[group].get(name):
-                    moment[slice(*self.part_of(index))] = wanted[group][name]
-            self.held[name] = Wide(moment)
+            made: Wide | Stored
+            if self.rest.disk is not None:
+                made = self.rest.disk.take(self.owned.numel, torch.float32, "states")
+            else:
+                made = Wide(self.rest.shelf.take(self.owned.numel, torch.float32, "states"))
+            firsts = {index: wanted[group].get(name) for index, group in enumerate(self.groups)}
+            for index, first in firsts.items():
+                if first:
+                    made.whole()[slice(*self.part_of(index))] = first
+            if any(firsts.values()):
+                made.written()
+            self.held[name] = made
 
     def _wanted(self, how: Updating) -> Mapping[int, Mapping[str, float]]:
         """What the rule remembers of each parameter group, and the numbers that it starts from."""
@@ -162,6 +194,12 @@ class States:
                 runs.append(alike)
             adjoins = was_used and not apart
         return runs
+
+
+def _near(held: Held) -> Wide | Packed:
+    """What is in memory; what is not is updated a tile at a time."""
+    assert not isinstance(held, Stored)
+    return held
 
 
 def _is_one(values: Sequence[int]) -> bool:

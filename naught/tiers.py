@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -12,9 +14,11 @@ from naught.comm.launch import find_seat, local_ranks
 from naught.config import Config, placement_of
 from naught.devices import free_host_bytes, room_on
 from naught.ferry import Ferry
+from naught.file_errors import telling
 from naught.flat import Meter
 from naught.formulas import SMALL_MOMENT, Recipe
-from naught.home import HostSide
+from naught.holding import TILE_STEP
+from naught.home import DiskSide, HostSide
 from naught.host_crew import HostCrew, cores_of
 from naught.job import Job
 from naught.machine import detect
@@ -22,8 +26,9 @@ from naught.placement import Kind, Tier
 from naught.pooling import Limits
 from naught.precision import Precision
 from naught.shelves import HostShelf
+from naught.spill import Desk
 
-__all__ = ["host_side", "limits_here", "limits_of_bytes"]
+__all__ = ["disk_folder", "disk_side", "free_disk_bytes", "host_side", "job_of", "limits_here", "limits_of_bytes"]
 
 
 def limits_here(
@@ -46,8 +51,7 @@ def limits_of_bytes(
 ) -> Limits:
     """The same, where the bytes of device and host are known."""
     ours, here, apart = config.naught, local_ranks(os.environ), device.type != "cpu"
-    machine, wide = detect()[0], precision.weights.itemsize
-    master = 0 if precision.weights is torch.float32 else 2 if ours.small_masters else 4
+    machine, folder = detect()[0], disk_folder(config)
     return Limits(
         replace(
             machine,
@@ -56,17 +60,61 @@ def limits_of_bytes(
             gpu=machine.gpu._replace(memory_bytes=gpu),
             host_bytes=host,
             host_share=1.0 if ours.host_memory is not None else machine.host_share,  # a limit is for states alone
+            disk_threads=config.aio.intra_op_parallelism,
+            disk_request_bytes=config.aio.block_size,
+            disk_bytes=0 if folder is None else free_disk_bytes(folder) * min(here, world),
             stages=apart,
             unified=not apart and ours.gpu_memory is None,
         ),
-        Job(
-            accumulation=2 if precision.sums is torch.float32 else 1,  # all that matters here is how wide sums are
-            recipe=Recipe(wide, wide, master, moments * (SMALL_MOMENT if ours.small_moments else 4)),
-            wide_gradients=precision.wide,
-            host_sums=ours.host_sums,
-        ),
+        job_of(config, precision, moments),
         gpu // 10 if ours.activation_memory is None else ours.activation_memory,
     )
+
+
+def job_of(config: Config, precision: Precision, moments: int) -> Job:
+    """What training keeps of each parameter. `moments` is how many numbers the rule remembers of each element."""
+    ours, wide = config.naught, precision.weights.itemsize
+    master = 0 if precision.weights is torch.float32 else 2 if ours.small_masters else 4
+    return Job(
+        accumulation=2 if precision.sums is torch.float32 else 1,  # all that matters here is how wide sums are
+        recipe=Recipe(wide, wide, master, moments * (SMALL_MOMENT if ours.small_moments else 4)),
+        wide_gradients=precision.wide,
+        host_sums=ours.host_sums,
+    )
+
+
+def free_disk_bytes(folder: str) -> int:
+    """Of the file system that a folder is on, or will be: what one rank of this host may have."""
+    here = Path(folder).resolve()
+    while not here.exists():
+        here = here.parent
+    found = os.statvfs(here)
+    return found.f_bavail * found.f_frsize // local_ranks(os.environ)
+
+
+def disk_side(config: Config, device: torch.device, meter: Meter, largest_numel: int) -> DiskSide | None:
+    """What a rank needs on disk; None: nothing can rest there."""
+    folder = disk_folder(config)
+    if folder is None:
+        return None
+    numel = min(config.aio.block_size // 4, largest_numel)
+    desk = Desk(max(1, -(-numel // TILE_STEP)) * TILE_STEP, meter, register=device.type == "cuda")
+    with telling("make the folder", folder, {errno.ENOTDIR: "name a folder in nvme_path, not a file"}):
+        Path(folder).mkdir(0o700, parents=True, exist_ok=True)
+    threads: list[int | None] = [None] * config.aio.intra_op_parallelism
+    return DiskSide(folder, desk, HostCrew(threads))
+
+
+def disk_folder(config: Config) -> str | None:
+    """Where states spill to; None: nowhere."""
+    zero, placement = config.zero_optimization, placement_of(config)
+    if config.naught.placement != "stage":
+        return config.naught.nvme_path
+    if all(placement.of(kind).tier is not Tier.DISK for kind in Kind):
+        return None
+    blocks = (zero.offload_optimizer, zero.offload_param)
+    named = [block.nvme_path for block in blocks if block is not None and block.nvme_path]
+    return named[0] if named else config.naught.nvme_path
 
 
 def host_side(config: Config, device: torch.device, meter: Meter, largest_numel: int) -> HostSide | None:

@@ -48,6 +48,12 @@ class Unit:
             trained=bool(self.trained),
         )
 
+    def read(self) -> None:
+        """Start to read what rests on disk, ahead of its gather."""
+        if not self.present and not self.pending:
+            for segment in self.absentees:
+                segment.read()
+
     def gather(self) -> None:
         """Start to make the weights whole, if they are not."""
         if not self.present and not self.pending:

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ from naught.errors import UsageError
 from naught.husks import Husks, check_husks, untouched
 from naught.rules import Part
 from naught.segment import Segment
+from naught.spill import Stored
 from naught.stash import HostSum
 from naught.states import Updating
+from naught.tile_update import TileUpdate
 from naught.unit import Unit
 
 __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
@@ -58,7 +61,7 @@ def update(
     limits: UpdateLimits,
     *,
     scale: float,
-    amiss: UsageError | None,
+    amiss: Exception | None,
     delayed: bool = False,
 ) -> Norm:
     """Undo the scale of the loss, clip, and apply the rule to what this rank owns. If the norm is not finite, or something
@@ -70,8 +73,9 @@ def update(
     """
     trained = [segment for unit in units for segment in unit.trained]
     used = [flag for segment in trained for flag in segment.grads.used]
+    fault: Exception | None
     fault, square = _look(trained, _husks(units))
-    amiss = amiss or fault
+    amiss = amiss or fault or group.fault
     rows = group.exchange(torch.tensor([amiss is not None, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
         group.raise_together(amiss)
@@ -187,6 +191,9 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
 
 def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float, *, delayed: bool) -> None:
     """Have a segment updated on the host, by whichever threads, a piece at a time. Its last update may still be under way."""
+    if isinstance(segment.kept.master, Stored):
+        _update_on_disk(segment, how, used, coefficient)
+        return
     stash, host, states = segment.grads.owned, segment.home.host, segment.kept
     assert isinstance(stash, HostSum)
     assert stash.sent is not None
@@ -211,6 +218,27 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
     for at in range(len(cuts)):
         update_piece(at)
     segment.written()
+
+
+def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> None:
+    """Have a segment updated whose states rest on disk: each tile is read, updated, and written by one thread, and while one
+    waits for the disk others work."""
+    stash, beside = segment.grads.owned, segment.beside
+    assert isinstance(stash, HostSum)
+    assert stash.sent is not None
+    assert beside is not None
+    if segment.kept.lacks(how):
+        beside.wait()
+    cuts = segment.kept.cuts(how, used)
+    update_tile = TileUpdate(segment, stash.home, stash.sent.arrived, partial(_take, how=how, coefficient=coefficient))
+    pieces = update_tile.pieces(cuts, apart=how.rule.apart)
+    if how.rule.defers:
+        segment.update_on_disk(len(pieces), lambda at: update_tile.do(pieces[at]))
+        return
+    beside.wait()
+    segment.update_on_disk(0, lambda _: None)
+    for piece in pieces:
+        update_tile.do(piece)
 
 
 def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:

@@ -95,6 +95,7 @@ class Watch:
             "live": _by_name(self.meter.live),
             "peak": _by_name(self.meter.peak),
             "after": {phase: _by_name(held) for phase, held in self.held_after.items()},
+            "moved": _by_name(self.meter.moved),
             "seconds": dict(self.seconds),
         }
 

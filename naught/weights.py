@@ -11,17 +11,18 @@ from naught.errors import UsageError
 from naught.flat import Flat
 from naught.guard import Guard
 from naught.holding import Buffer
-from naught.home import Home, Types
+from naught.home import DiskSide, Home, Types
 from naught.husks import Husks
 from naught.layout import Layout
 from naught.shelves import DeviceShelf, Shelf
+from naught.spill import Stored
 
 __all__ = ["Weights"]
 
 
 class Weights:
     """Parameters as views of one flat, and this rank's slice of it. While they are absent, parameters are husks; only split
-    weights give their memory back meanwhile. Those have a shard of their own on a shelf, unless there is none for it: then
+    weights give their memory back meanwhile. Those have a shard of their own on a shelf or on disk, unless there is neither: then
     somebody else can tell what the slice is."""
 
     def __init__(
@@ -31,6 +32,7 @@ class Weights:
         types: Types,
         home: Home,
         shelf: Shelf | None,
+        disk: DiskSide | None = None,
         *,
         split: bool,
     ) -> None:
@@ -41,13 +43,17 @@ class Weights:
         self.stays = not split or (group.size == 1 and isinstance(shelf, DeviceShelf))
         self.flat = Flat(layout, dtype, device, category="weights" if self.stays else Buffer.GATHERED, meter=home.meter)
         self.shard: Tensor | None = self.flat.slices[group.rank]
+        self.stored: Stored | None = None  # the slice, on disk
         self.bound = False  # the parameters are views of the flat
         self.husks = Husks(layout, dtype, device)
         self.guard = Guard(self.params, layout)
         self._adopt()
         if not self.stays:
             mine, self.shard = self.flat.slices[group.rank], None
-            if shelf is not None:
+            if disk is not None:
+                self.stored = disk.take(mine.numel(), dtype, "weights")
+                self.stored.fill(mine)
+            elif shelf is not None:
                 self.shard = shelf.take(mine.numel(), dtype, "weights", travels=True).copy_(mine)
         if split:
             self.release()
@@ -59,6 +65,8 @@ class Weights:
     @property
     def shard_bytes(self) -> int:
         """Of this rank's slice, wherever it rests."""
+        if self.stored is not None:
+            return self.stored.numel * self.stored.dtype.itemsize
         return 0 if self.shard is None else self.shard.nbytes
 
     def _adopt(self) -> None:
@@ -143,7 +151,9 @@ class Weights:
         self.flat.free()
         if not self.stays and self.shard is not None and self.shelf is not None:
             self.shelf.give_back(self.shard, "weights")
-        self.shard = None
+        if self.stored is not None:
+            self.stored.give_back()
+        self.shard = self.stored = None
 
     def _point_to(self, tensors: Sequence[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

@@ -439,6 +439,12 @@ def test_states_are_parked_once_nothing_is_under_way(two, include):
         assert two.run(parked, stage, zero, include) == two.run(parked, stage, zero, [])
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_parked_comes_back_to_where_it_was(worlds, stage):
+    for size in (1, 2):
+        assert worlds[size].run(parked, stage, {}, None) == worlds[size].run(parked, stage, {}, [])
+
+
 def parked(stage: int, zero: dict, include: list[str] | None) -> tuple[list[float], str]:
     engine = start(stage, **zero)
     losses = take_steps(engine, 1)

@@ -449,7 +449,7 @@ def test_updates_come_in_the_order_of_the_next_forward_unless_they_are_eager():
         ("stage2", 350, 0),
         ("stage3", 400, 0),
         ("infinity-host", 200, 250),
-        ("infinity-disk-all", 200, 400),
+        ("infinity-disk-all", 200, 50),  # states pass in tiles, in rooms of a constant size
     ],
 )
 def test_simulated_peaks_follow_by_hand(name, device, host):

@@ -18,7 +18,7 @@ PACKAGE = Path(naught.__file__).parent
 
 # A file imports from rows above it, or from the left in its own row.
 LAYERS = [
-    ["errors"],
+    ["errors", "file_errors"],
     [
         "extras",
         "surroundings",
@@ -93,7 +93,19 @@ LAYERS = [
         "comm",
         "flat",
     ],
-    ["block_norms", "rounding", "shelves", "ferry", "host_crew", "home", "stash", "folded", "beside", "moments"],
+    [
+        "block_norms",
+        "rounding",
+        "shelves",
+        "spill",
+        "ferry",
+        "host_crew",
+        "home",
+        "stash",
+        "folded",
+        "beside",
+        "moments",
+    ],
     ["shortage", "stall", "husks", "guard", "weights", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",
@@ -113,6 +125,7 @@ LAYERS = [
         "hooks",
         "scout",
         "agreement",
+        "tile_update",
         "update",
         "filling",
         "build",
@@ -190,6 +203,8 @@ TORCH_ALLOWED = {
         "rules",
         "states",
         "moments",
+        "spill",
+        "tile_update",
         "segment",
         "block_norms",
         "rounding",

@@ -10,11 +10,11 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from naught.errors import StorageError
+from naught.file_errors import telling
 
 __all__ = ["Disk", "File", "Hold", "RealDisk"]
 
@@ -233,14 +233,8 @@ _FIXES: dict[int, str] = {
 }
 
 
-@contextmanager
-def _telling(what: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        name = errno.errorcode.get(error.errno or 0, "error")
-        fix = _FIXES.get(error.errno or 0, "look at the file system")
-        raise StorageError(f"cannot {what} {path}: {error.strerror or error} ({name})", fix=fix) from error
+def _telling(what: str, path: str) -> AbstractContextManager[None]:
+    return telling(what, path, _FIXES)
 
 
 _: Callable[[], Disk] = RealDisk  # it is one

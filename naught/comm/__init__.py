@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import distributed as _torchs
 
-from naught.comm.group import SAME_ORDER, Group, Mean
+from naught.comm.group import SAME_ORDER, Group, Mean, Waits
 from naught.comm.ledger import Ledger
 from naught.comm.mail import Mail
 from naught.comm.starting import get_local_rank, init_distributed, shares_device, shut_down
@@ -25,6 +25,7 @@ __all__ = [
     "Mean",
     "Pending",
     "Together",
+    "Waits",
     "get_local_rank",
     "init_distributed",
     "log_summary",

@@ -52,6 +52,7 @@ class Group(Together):
     ) -> None:
         self.ledger, self.mean, self.patience_s = ledger, mean or Mean(), patience_s
         self.number = next(_NUMBERS)
+        self.fault: Exception | None = None  # of something that was under way on this rank: to be told to all
         self.meetings = 0
         together = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if together else 0
@@ -72,7 +73,10 @@ class Group(Together):
         if own is not None and self.size == 1:
             return Pending(then=own.wait)
         if own is not None:
-            own.wait()
+            try:
+                own.wait()
+            except Exception as error:  # the others count on this rank: it goes on, and tells them in the next step
+                self.fault = self.fault or error
         with self._inside(call):
             under_way = self.wire.gather(flat, slices)
         return self._timed(call, under_way)

@@ -84,10 +84,18 @@ def _offload(config: Config) -> Iterator[Conflict]:
         elif not optim or optim.device == "none":
             paths = ("naught.delay_update_after", "zero_optimization.offload_optimizer")
             yield Conflict(paths, "only an update on the host is delayed", 'set offload_optimizer: {"device": "cpu"}')
+        if optim and optim.device == "nvme":
+            paths = ("naught.delay_update_after", "zero_optimization.offload_optimizer.device")
+            yield Conflict(
+                paths, "an update of states on disk brings its weights along and is not delayed", "keep one of the two"
+            )
         if param and param.device != "none":
             paths = ("naught.delay_update_after", "zero_optimization.offload_param")
             what = "weights that rest on the host are made of what is updated there: they cannot follow later"
             yield Conflict(paths, what, "keep the parameters on the device, or do not delay")
+    if config.naught.small_moments and optim and optim.device == "nvme":
+        paths = ("naught.small_moments", "zero_optimization.offload_optimizer.device")
+        yield Conflict(paths, "moments of 8 bits rest on the device or the host, not on disk", "keep one of the two")
     if config.naught.gradients in ("host", "disk") and zero.stage < 2 and known_stage:
         paths = ("naught.gradients", "zero_optimization.stage")
         yield Conflict(paths, f"whole gradients (stage {zero.stage}) cannot leave the device", "set stage to 2 or 3")

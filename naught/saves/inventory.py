@@ -59,7 +59,7 @@ class Stretch(NamedTuple):
     @property
     def private(self) -> bool:
         """Whether no user can reach it: it is neither what modules compute with, nor a part of that."""
-        return self.kind != WEIGHTS or self.segment.states.masters is not None or self.segment.weights.split
+        return self.kind != WEIGHTS or self.segment.states.master is not None or self.segment.weights.split
 
 
 def stretches(engine: Answers, *, share: bool, frozen: bool = True) -> Iterator[Stretch]:

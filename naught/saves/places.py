@@ -65,7 +65,6 @@ def weights_written(engine: Answers) -> None:
     """The weights that this rank updates, or their masters, are others: modules compute with them from here on."""
     for unit in engine.schedule.units.values():
         for segment in unit.trained:
-            segment.kept.moments_written()
             segment.written()
         unit.outdate(hide=False)
         if not unit.placement.param.split:

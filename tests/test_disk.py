@@ -1,0 +1,417 @@
+"""States on disk: the same training to the last bit, nothing left behind, and errors that every rank is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from menagerie import MODELS
+from test_offload import BF16, FP16, HOST, ON_GPU, SMALL
+from test_parity import EVERYTHING, SOAK, assert_ranks_agree
+from training import (
+    DEVICE,
+    batch_of,
+    config_of,
+    digest_in_32_bits,
+    digest_of_weights,
+    engine_of,
+    my_rank,
+    start,
+    take_steps,
+    train,
+)
+
+from naught import initialize
+from naught.errors import ConfigError, NaughtError, PlacementError, StorageError
+from naught.flat import Meter
+from naught.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from naught.spill import Desk, Room, Spill, Stored
+
+FLIPS = 5_000 if SOAK else 500
+
+
+def places(folder: str) -> dict[str, tuple[int, dict]]:
+    disk = {"device": "nvme", "nvme_path": folder}
+    return {
+        "stage1": (1, {"offload_optimizer": disk}),
+        "stage2": (2, {"offload_optimizer": disk}),
+        "stage3": (3, {"offload_optimizer": disk}),
+        "optim": (3, {"offload_optimizer": disk, "offload_param": HOST}),
+        "both": (3, {"offload_optimizer": disk, "offload_param": disk}),
+        "param": (3, {"offload_optimizer": HOST, "offload_param": disk}),
+        "param-only": (3, {"offload_param": disk}),
+    }
+
+
+def near_of(place: str) -> dict:
+    """What is the same to the last bit with all states near: on a GPU, what is updated on the host as well."""
+    return {"offload_optimizer": HOST} if ON_GPU and place != "param-only" else {}
+
+
+SPREAD = {"stage3_param_persistence_threshold": 0}  # the models here are small: all of their units are split
+TINY_TILES = {"aio": {"block_size": 4096 * 4}}  # several tiles in a unit
+
+
+# --- bit for bit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_the_same_with_states_on_disk(two, name, tmp_path):
+    for place in places("") if SOAK else ("stage2", "both"):
+        stage, zero = places(str(tmp_path))[place]
+        far = two.run(train, name, stage, clip=0.5, more=TINY_TILES, **SPREAD, **zero)
+        assert_ranks_agree([far])
+        assert far == two.run(train, name, stage, clip=0.5, **SPREAD, **near_of(place)), place
+
+
+SELECTION = [
+    ("plain", 1, 3, 0.5, "both", BF16),
+    ("tied", 3, 3, 0.5, "optim", FP16),
+    ("frozen", 2, 1, 0.0, "both", BF16),
+    ("lora", 2, 3, 0.5, "param", BF16),
+    ("checkpoint_reentrant", 1, 1, 0.5, "stage1", SMALL),
+    ("checkpoint_non_reentrant", 3, 3, 0.0, "param-only", SMALL),
+    ("block_used_twice", 2, 3, 0.5, "stage3", SMALL),
+    ("unused_parameters", 2, 3, 0.5, "both", FP16),
+    ("block_skipped_on_one_rank", 3, 1, 0.5, "both", SMALL),
+    ("experts_by_rank_and_batch", 4, 3, 0.0, "optim", {}),
+    ("uneven_sizes_and_users_hooks", 4, 3, 0.5, "both", {}),
+    ("convolution", 3, 3, 0.0, "param-only", {}),
+    ("plain", 2, 1, 0.5, "stage2", BF16 | {"naught": {"wide_gradients": False}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "accumulation", "clip", "place", "more"),
+    [(*case, place, more) for case, place, more in product(EVERYTHING, places(""), ({}, BF16, SMALL))] if SOAK else SELECTION,
+)
+def test_more_ranks_micro_batches_and_precisions(worlds, tmp_path, name, size, accumulation, clip, place, more):
+    stage, zero = places(str(tmp_path))[place]
+    options = {"accumulation": accumulation, "clip": clip, **SPREAD}
+    near = worlds[size].run(train, name, stage, **options, more=more, **near_of(place))
+    assert worlds[size].run(train, name, stage, **options, more=TINY_TILES | more, **zero) == near
+
+
+def groups_of(model: torch.nn.Module) -> list[dict]:
+    """As scripts make them: no decay for what has one dimension."""
+    small = [param for param in model.parameters() if param.dim() < 2]
+    return [
+        {"params": [param for param in model.parameters() if param.dim() >= 2], "weight_decay": 0.1},
+        {"params": small, "weight_decay": 0.0, "lr": 2e-3},
+    ]
+
+
+def train_groups(stage: int, zero: dict) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = MODELS["plain"]().to(DEVICE)
+    config = config_of(stage, clip=0.5, more=TINY_TILES, **SPREAD, **zero)
+    engine = initialize(model=model, model_parameters=groups_of(model), config=config)[0]
+    return take_steps(engine, 4), digest_in_32_bits(engine)
+
+
+@pytest.mark.parametrize("place", ["stage2", "both"])
+def test_several_groups_share_tiles(two, tmp_path, place):
+    stage, zero = places(str(tmp_path))[place]
+    assert two.run(train_groups, stage, zero) == two.run(train_groups, stage, near_of(place))
+
+
+def bring_own(stage: int, zero: dict) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = MODELS["plain"]().to(DEVICE)
+    config = config_of(stage, more=TINY_TILES, **SPREAD, **zero)
+    del config["optimizer"]
+    engine = initialize(model=model, optimizer=torch.optim.NAdam(model.parameters(), lr=1e-3), config=config)[0]
+    return take_steps(engine, 4), digest_of_weights(engine)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the host's kernel is not the device's")
+@pytest.mark.parametrize("place", ["stage1", "both"])
+def test_an_optimizer_that_a_user_brings_works_from_disk(two, tmp_path, place):
+    stage, zero = places(str(tmp_path))[place]
+    assert two.run(bring_own, stage, zero) == two.run(bring_own, stage, {})
+
+
+def write_between_steps(stage: int, zero: dict) -> tuple[list[float], str]:
+    engine = start(stage, clip=0.5, more=SMALL | TINY_TILES, **SPREAD, **zero)
+    losses = take_steps(engine, 2)
+    first, *others = engine.module.parameters()
+    with engine.gathered(), torch.no_grad():
+        for param in others:
+            param.mul_(1.01)
+    safe_set_full_fp32_param(first, torch.full(first.shape, 0.3, device=first.device))
+    read = [safe_get_full_fp32_param(first).sum().item(), safe_get_full_optimizer_state(first, "exp_avg").sum().item()]
+    engine.offload_states()
+    engine.reload_states()
+    return [*losses, *read, *take_steps(engine, 2, first=2)], digest_in_32_bits(engine)
+
+
+@pytest.mark.parametrize("place", places(""))
+def test_what_a_user_reads_and_writes_counts(two, tmp_path, place):
+    stage, zero = places(str(tmp_path))[place]
+    assert two.run(write_between_steps, stage, zero) == two.run(write_between_steps, stage, near_of(place))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save(place: str, folder: str, disk: str) -> str:
+    stage, zero = places(disk)[place] if place in places("") else (2, {})
+    engine = start(stage, more=BF16 | TINY_TILES, **SPREAD, **zero)
+    take_steps(engine, 2)
+    engine.save_checkpoint(folder)
+    return digest_in_32_bits(engine)
+
+
+def resume(place: str, folder: str, disk: str) -> tuple[str, list[float]]:
+    stage, zero = places(disk)[place] if place in places("") else (2, {})
+    engine = start(stage, more=BF16 | TINY_TILES, **SPREAD, **zero)
+    take_steps(engine, 1)
+    engine.load_checkpoint(folder)
+    return digest_in_32_bits(engine), take_steps(engine, 2, first=2)
+
+
+@pytest.mark.parametrize(("one", "other"), [("stage2", "device"), ("device", "both"), ("both", "optim"), ("optim", "param")])
+def test_a_checkpoint_of_one_tier_loads_on_another(worlds, tmp_path, one, other):
+    disk, folder = str(tmp_path / "disk"), str(tmp_path / "saved")
+    (saved,) = set(worlds[2].run(save, one, folder, disk))
+    for size in (1, 2):
+        assert {found for found, _ in worlds[size].run(resume, other, folder, disk)} == {saved}
+    if not ON_GPU:
+        assert worlds[2].run(resume, other, folder, disk) == worlds[2].run(resume, one, folder, disk)
+
+
+# --- what is held, and what is left -----------------------------------------------------------------------------------
+
+
+def held(place: str, folder: str) -> tuple[dict[str, int], dict[str, int]]:
+    stage, zero = places(folder)[place]
+    engine = start(stage, more=BF16, **SPREAD, **zero)
+    take_steps(engine, 3)
+    peak, planned = engine.report()["peak"], engine.planned()
+    return {name: peak.get(name, 0) for name in planned}, planned
+
+
+@pytest.mark.parametrize("place", places(""))
+def test_what_was_planned_is_what_was_held(two, tmp_path, place):
+    for peak, planned in two.run(held, place, str(tmp_path)):
+        assert peak == planned
+        assert sum(nbytes for name, nbytes in planned.items() if name.startswith("disk ")) > 0
+
+
+def spill_and_leave(folder: str) -> list[str]:
+    stage, zero = places(folder)["both"]
+    engine = start(stage, **SPREAD, **zero)
+    take_steps(engine, 2)
+    seen = [path.name for path in Path(folder).iterdir()]
+    engine.destroy()
+    return seen
+
+
+def test_nothing_has_a_name_on_the_disk(two, tmp_path):
+    assert two.run(spill_and_leave, str(tmp_path / "new")) == [[], []]
+    assert not list((tmp_path / "new").iterdir())
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_an_engine_that_is_destroyed_closes_its_files(tmp_path):
+    stage, zero = places(str(tmp_path))["both"]
+    before = open_files()
+    engine = start(stage, **SPREAD, **zero)
+    take_steps(engine, 1)
+    assert open_files() > before
+    engine.destroy()
+    assert open_files() == before
+
+
+# --- the pool ---------------------------------------------------------------------------------------------------------
+
+
+def pooled(gpu: str, host: str, folder: str | None) -> tuple[list[float], str, set[str]]:
+    limits = {"gpu_memory": gpu, "host_memory": host, "activation_memory": 1, "placement": "auto", "nvme_path": folder}
+    engine = start(3, more=BF16 | TINY_TILES | {"naught": limits}, stage3_param_persistence_threshold=0)
+    tiers = {str(unit.placement.of(kind).tier) for unit in engine.schedule.units.values() for kind in ("param", "grad", "optim")}
+    return take_steps(engine, 3), digest_in_32_bits(engine), tiers
+
+
+@pytest.mark.skipif(ON_GPU, reason="an accelerator hands out no less than 2 MB")
+def test_the_pool_spills_to_disk_last(tmp_path):
+    everything = pooled("100MB", "100MB", str(tmp_path))
+    assert everything[2] == {"device"}
+    little = pooled("420kB", "600kB", str(tmp_path))
+    assert little[2] == {"device", "host", "disk"}
+    assert little[:2] == everything[:2]
+    with pytest.raises(PlacementError, match=r"the model does not fit.* name a folder for what has no room"):
+        pooled("420kB", "600kB", None)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+    full = os.statvfs_result((*real[:4], 10, *real[5:]))  # blocks that are free to us
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    stage, zero = places(str(tmp_path))["both"]
+    with pytest.raises(PlacementError, match=r"states of .* a rank would go to .* a rank are free there .nvme_path."):
+        start(stage, **SPREAD, **zero)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    stage, zero = places(str(tmp_path / "file" / "below"))["both"]
+    with pytest.raises(NaughtError, match="below"):
+        start(stage, **SPREAD, **zero)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"delay_update_after": 1}, "an update of states on disk brings its weights along"),
+        ({"small_moments": True}, "moments of 8 bits rest on the device or the host"),
+    ],
+)
+def test_what_cannot_be_on_disk_is_told(tmp_path, changes, words):
+    config = config_of(2, offload_optimizer={"device": "nvme", "nvme_path": str(tmp_path)}) | {"naught": changes}
+    with pytest.raises(ConfigError, match=words):
+        engine_of(MODELS["plain"](), config)
+
+
+class _Failing:
+    """The operating system's calls, of which the Nth that reads or writes fails, on one rank."""
+
+    def __init__(self, at: int, what: str) -> None:
+        self.at, self.what, self.count = at, what, 0
+        self.real = os.preadv, os.pwritev
+
+    def __enter__(self) -> None:
+        os.preadv, os.pwritev = (self._failing(call) for call in self.real)
+
+    def __exit__(self, *_: object) -> None:
+        os.preadv, os.pwritev = self.real
+
+    def _failing(self, call):
+        def do(handle, buffers, offset):
+            self.count += 1
+            if self.count == self.at and self.what == "short":
+                return 0
+            if self.count == self.at:
+                raise OSError(getattr(errno, self.what), os.strerror(getattr(errno, self.what)))
+            return call(handle, buffers, offset)
+
+        return do
+
+
+def fail_at(place: str, folder: str, at: int, what: str) -> str:
+    stage, zero = places(folder)[place]
+    engine = start(stage, more=BF16, **SPREAD, **zero)
+    take_steps(engine, 1)
+    digest_in_32_bits(engine)  # all that was under way is over
+    failing = _Failing(at if my_rank() == 1 else 10**9, what)
+    try:
+        with failing:
+            take_steps(engine, 3, first=1)
+        story = "nothing failed"
+    except StorageError as error:
+        story = f"StorageError: {error}"
+    return story
+
+
+@pytest.mark.parametrize("what", ["EIO", "ENOSPC", "short"])
+@pytest.mark.parametrize("place", ["stage2", "both"])
+def test_a_call_that_fails_on_one_rank_is_an_error_on_all(two, tmp_path, place, what):
+    told = 0
+    for at in (1, 4, 9, 16) if not SOAK else range(1, 60):
+        stories = two.run(fail_at, place, str(tmp_path), at, what)
+        if stories == ["nothing failed"] * 2:
+            continue
+        told += 1
+        assert all(story.startswith("StorageError") and str(tmp_path) in story for story in stories), stories
+    assert told >= 3
+
+
+def test_no_bit_that_flips_goes_unnoticed(tmp_path):
+    dice = random.Random(0)
+    spill = Spill(str(tmp_path))
+    stored = Stored(spill, Desk(4096, Meter(), register=False), 3 * 4096 + 64, torch.float32, "states")
+    values = torch.randn(stored.numel, generator=torch.Generator().manual_seed(0))
+    stored.fill(values)
+    handle = os.open(f"/proc/self/fd/{spill.handle}", os.O_RDWR)  # not past the cache: single bytes
+    noticed = 0
+    for _ in range(FLIPS):
+        tile = dice.choice(stored.tiles)
+        at = tile.at + dice.randrange(tile.nbytes)
+        (byte,) = os.pread(handle, 1, at)
+        os.pwrite(handle, bytes([byte ^ 1 << dice.randrange(8)]), at)
+        os.fsync(handle)
+        stored.will_change()
+        with pytest.raises(StorageError, match="does not have what was written to it"):
+            stored.whole()
+        noticed += 1
+        os.pwrite(handle, bytes([byte]), at)
+        os.fsync(handle)
+    stored.will_change()
+    assert noticed == FLIPS
+    assert torch.equal(stored.whole(), values)
+    os.close(handle)
+    spill.close()
+
+
+def test_a_tile_that_was_not_written_to_its_end_is_not_read_as_another(tmp_path):
+    spill = Spill(str(tmp_path))
+    stored = Stored(spill, Desk(4096, Meter(), register=False), 4096, torch.float32, "states")
+    assert torch.equal(stored.whole(), torch.zeros(4096)), "zeros at first"
+    room = Room.make(4096 * 4, register=False)
+    with pytest.raises(StorageError), _Failing(1, "EIO"):
+        stored.write(0, room)
+    stored.will_change()
+    with pytest.raises(StorageError):
+        stored.whole()
+    spill.close()
+
+
+def settle(engine) -> None:
+    """Until no update is under way."""
+    for unit in engine.schedule.units.values():
+        for segment in unit.trained:
+            segment.settle()
+
+
+def read_in_parts(folder: str) -> dict[str, int]:
+    """Bytes that this rank has read in a step in which every weight is read twice or so, and every state once."""
+    stage, zero = places(folder)["both"]
+    engine = start(stage, more=BF16, **SPREAD, **zero)
+    take_steps(engine, 3)
+    settle(engine)
+    before = dict(engine.report()["moved"])
+    take_steps(engine, 1, first=3)
+    settle(engine)
+    return {name: nbytes - before.get(name, 0) for name, nbytes in engine.report()["moved"].items()}
+
+
+def test_every_rank_reads_its_own_part_and_no_more(worlds, tmp_path):
+    found = {size: worlds[size].run(read_in_parts, str(tmp_path)) for size in (1, 2, 4)}
+    alone = found[1][0]
+    assert alone["disk read"] > 0
+    for size in (2, 4):
+        for rank in found[size]:
+            assert rank["disk read"] == pytest.approx(alone["disk read"] / size, rel=0.25), "but for padding to pages"
+            assert rank["disk written"] == pytest.approx(alone["disk written"] / size, rel=0.25)
+
+
+def test_evaluation_reads_from_disk_as_well(tmp_path):
+    stage, zero = places(str(tmp_path))["both"]
+    engine = start(stage, **SPREAD, **zero)
+    take_steps(engine, 2)
+    engine.eval()
+    with torch.no_grad():
+        first, second = (engine(batch_of(5, 0)).item() for _ in range(2))
+    engine.train()
+    assert first == second
