@@ -73,6 +73,7 @@ _HEEDED = (
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_param.device",
     "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_param.max_in_cpu",
     "zero_optimization.offload_param.pin_memory",
     "zero_optimization.overlap_comm",
     "aio.block_size",
@@ -158,7 +159,7 @@ def build_units(
     names = frozenset((*leaf.names, *leaf_names(model)))
     rules = UnitRules(frozenset(leaf.classes), names, frozenset(leaf.name_suffixes))
     specs = find_units(describe(model, dtypes, membership.has), rules)
-    placements = _placements(specs, config, around.limits)
+    placements = _placements(specs, config, around.group.size, around.limits)
     group, device, meter, share, job, _ = around
     folder = disk_folder(config)
     if folder is not None:
@@ -218,13 +219,13 @@ def _refuse_model(model: nn.Module) -> None:
             )
 
 
-def _placements(specs: Sequence[UnitSpec], config: Config, limits: Limits | None) -> dict[str, Placement]:
+def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None) -> dict[str, Placement]:
     """Each unit as the configuration says, within limits if it sets any."""
     if limits is None:
-        return _by_stage(specs, config)
+        return _by_stage(specs, config, world)
     runs = [_run(spec) for spec in specs]
     if config.naught.placement == "stage":
-        found = _by_stage(specs, config)
+        found = _by_stage(specs, config, world)
         refuse_what_does_not_fit([PlacedRun(run, found[spec.name]) for run, spec in zip(runs, specs, strict=True)], limits)
         return found
     return dict(zip((spec.name for spec in specs), place_in_pool(runs, limits), strict=True))
@@ -235,7 +236,7 @@ def _run(spec: UnitSpec) -> Run:
     return Run(spec.name, spec.numel, 1, frozen, outer=spec.name == "")
 
 
-def _by_stage(specs: Sequence[UnitSpec], config: Config) -> dict[str, Placement]:
+def _by_stage(specs: Sequence[UnitSpec], config: Config, world: int) -> dict[str, Placement]:
     """Each unit as the stage says; but small ones stay whole, the smallest first, as far as there is room."""
     zero, base = config.zero_optimization, placement_of(config)
     found = {spec.name: base for spec in specs}
@@ -245,6 +246,13 @@ def _by_stage(specs: Sequence[UnitSpec], config: Config) -> dict[str, Placement]
             if spec.numel < zero.stage3_param_persistence_threshold and spec.numel <= room:
                 room -= spec.numel
                 found[spec.name] = replace(base, param=Place(split=False))
+    if zero.offload_param is not None and base.param.tier is Tier.DISK:
+        # So many elements of a rank need not go through the disk.
+        room = zero.offload_param.max_in_cpu * world
+        for spec in specs:
+            if found[spec.name].param.split and spec.numel <= room:
+                room -= spec.numel
+                found[spec.name] = replace(found[spec.name], param=Place(split=True, tier=Tier.HOST))
     if zero.offload_optimizer is not None and base.optim.tier is not Tier.DEVICE:
         # What the next forward needs first stays on the device: it is updated at once, and the host has time for the rest.
         room = round((1 - zero.offload_optimizer.ratio) * sum(spec.numel for spec in specs))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -32,19 +34,21 @@ from naught.flat import Meter
 from naught.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from naught.spill import Desk, Room, Spill, Stored
 
-FLIPS = 5_000 if SOAK else 500
+FLIPS, KILLS = (5_000, 500) if SOAK else (500, 50)
 
 
 def places(folder: str) -> dict[str, tuple[int, dict]]:
     disk = {"device": "nvme", "nvme_path": folder}
+    below = disk | {"max_in_cpu": 0}
     return {
         "stage1": (1, {"offload_optimizer": disk}),
         "stage2": (2, {"offload_optimizer": disk}),
         "stage3": (3, {"offload_optimizer": disk}),
         "optim": (3, {"offload_optimizer": disk, "offload_param": HOST}),
-        "both": (3, {"offload_optimizer": disk, "offload_param": disk}),
-        "param": (3, {"offload_optimizer": HOST, "offload_param": disk}),
-        "param-only": (3, {"offload_param": disk}),
+        "both": (3, {"offload_optimizer": disk, "offload_param": below}),
+        "some": (3, {"offload_optimizer": disk, "offload_param": below | {"max_in_cpu": 10_000}}),
+        "param": (3, {"offload_optimizer": HOST, "offload_param": below}),
+        "param-only": (3, {"offload_param": below}),
     }
 
 
@@ -82,6 +86,7 @@ SELECTION = [
     ("experts_by_rank_and_batch", 4, 3, 0.0, "optim", {}),
     ("uneven_sizes_and_users_hooks", 4, 3, 0.5, "both", {}),
     ("convolution", 3, 3, 0.0, "param-only", {}),
+    ("plain", 2, 3, 0.5, "some", BF16),
     ("plain", 2, 1, 0.5, "stage2", BF16 | {"naught": {"wide_gradients": False}}),
 ]
 
@@ -229,6 +234,37 @@ def test_an_engine_that_is_destroyed_closes_its_files(tmp_path):
     assert open_files() > before
     engine.destroy()
     assert open_files() == before
+
+
+# In a process of its own, which has loaded torch once and forks: each child trains from disk until it is killed.
+_VICTIMS = """
+import os, random, signal, sys, time
+from test_disk import SPREAD, places, start, take_steps
+folder, kills = sys.argv[1], int(sys.argv[2])
+dice = random.Random(0)
+for _ in range(kills):
+    child = os.fork()
+    if not child:
+        stage, zero = places(folder)["both"]
+        engine = start(stage, **SPREAD, **zero)
+        while True:
+            take_steps(engine, 1)
+    time.sleep(dice.uniform(0.02, 0.4))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert os.listdir(folder) == [], "something is left"
+print("killed", kills)
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="a process that has used an accelerator cannot fork")
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
+    free = os.statvfs(tmp_path).f_bavail
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _VICTIMS, str(tmp_path), str(KILLS)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert run.stdout == f"killed {KILLS}\n", run.stderr
+    assert os.statvfs(tmp_path).f_bavail >= free - 2**15, "what was spilled is free again"
 
 
 # --- the pool ---------------------------------------------------------------------------------------------------------

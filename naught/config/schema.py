@@ -72,7 +72,9 @@ class OffloadParam(Block):
     device: Annotated[_Device, Key("where 16-bit parameter shards rest: on the device, in host memory or on disk")] = "none"
     nvme_path: Annotated[Text | None, Key("folder for parameters on disk; needed when device is nvme")] = None
     pin_memory: Annotated[Flag, Key("register host slabs with the GPU driver")] = True
-    max_in_cpu: Annotated[Count, Key("elements that stay in host memory although device is nvme")] = 10**9
+    max_in_cpu: Annotated[
+        Count, Key("elements of a rank that stay in host memory although device is nvme, those of the first units")
+    ] = 10**9
     buffer_count: Annotated[Count, idle("staging is sized from the plan")] = 5
     buffer_size: Annotated[Count, idle("staging is sized from the plan, so no parameter is too large for it")] = 10**8
 
