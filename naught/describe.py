@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from naught.errors import ModelError
-from naught.units import Node, Param
+from naught.tiled import TiledLinear
+from naught.units import TILE, Node, Param
 
 __all__ = ["describe"]
 
@@ -25,6 +26,8 @@ def describe(
 ) -> Node:
     """A module tree as plain data; a parameter under two names has one key. `dtypes` says which types it is to have."""
     keys: dict[int, int] = {}
+    layers = [layer for layer in module.modules() if isinstance(layer, TiledLinear)]
+    tiles = {id(tile) for layer in layers for row in layer.linears for tile in row.children()}
 
     def visit(inner: nn.Module, name: str) -> Node:
         own = [
@@ -38,7 +41,7 @@ def describe(
             for short, param in inner.named_parameters(recurse=False)
         ]
         children = [visit(child, f"{name}.{short}".removeprefix(".")) for short, child in inner.named_children()]
-        return Node(name, type(inner).__qualname__, tuple(own), tuple(children))
+        return Node(name, TILE if id(inner) in tiles else type(inner).__qualname__, tuple(own), tuple(children))
 
     return visit(module, "")
 

@@ -20,10 +20,13 @@ from naught.needs import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from naught.tiled import TiledLinear, chunked_cross_entropy, tile_linears
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "TiledLinear",
+    "chunked_cross_entropy",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
@@ -31,6 +34,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "register_external_parameter",
+    "tile_linears",
     "unregister_external_parameter",
 ]
 

@@ -75,7 +75,7 @@ LAYERS = [
         "checkpoints.draft",
         "checkpoints",
     ],
-    ["describe", "trace", "modules", "needs"],
+    ["tiled", "describe", "trace", "modules", "needs"],
     ["precision"],
     ["cpu", "accelerator", "devices", "streams"],
     [
@@ -187,6 +187,7 @@ ORDER = [name for row in LAYERS for name in row]
 TORCH_ALLOWED = {
     *(
         "describe",
+        "tiled",
         "trace",
         "modules",
         "precision",

@@ -1,0 +1,156 @@
+"""Layers in pieces: what the whole layer gives, with one piece in memory at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from training import DEVICE, config_of, digest_in_32_bits, engine_of, my_rank
+
+from naught.errors import UsageError
+from naught.zero import TiledLinear, chunked_cross_entropy, tile_linears
+
+SPREAD = {"stage3_param_persistence_threshold": 0}
+
+
+@given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 8), st.integers(1, 8), st.booleans())
+def test_pieces_give_what_the_layer_gives(wide, high, in_splits, out_splits, bias):
+    in_splits, out_splits = min(in_splits, wide), min(out_splits, high)
+    torch.manual_seed(0)
+    whole = nn.Linear(wide, high, bias=bias)
+    tiled = TiledLinear(wide, high, bias=bias, in_splits=in_splits, out_splits=out_splits, init_linear=whole)
+    x = torch.randn(3, 5, wide)
+    torch.testing.assert_close(tiled(x), whole(x))
+    assert sum(param.numel() for param in tiled.parameters()) == sum(param.numel() for param in whole.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [2, 4, 16])
+def test_along_the_outputs_it_is_the_same_to_the_last_bit(dtype, splits):
+    torch.manual_seed(0)
+    whole = nn.Linear(256, 1024, dtype=dtype, device=DEVICE)
+    tiled = TiledLinear(256, 1024, out_splits=splits, init_linear=whole, dtype=dtype, device=DEVICE)
+    x = torch.randn(32, 256, dtype=dtype, device=DEVICE)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (tiled(ours).square().sum()).backward()
+    (whole(theirs).square().sum()).backward()
+    assert torch.equal(tiled(x), whole(x))
+    grads = torch.cat([row[0].weight.grad for row in tiled.linears])
+    assert torch.equal(grads, whole.weight.grad)
+    # An input's gradient is a sum over the pieces, each of them rounded.
+    bound = 2 * splits * torch.finfo(dtype).eps * theirs.grad.abs().max()
+    assert (ours.grad - theirs.grad).abs().max() <= bound
+
+
+def test_parts_of_inputs_and_outputs_may_stay_apart():
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 10)
+    options = {"in_splits": 2, "out_splits": 3, "input_is_already_split": True, "combine_out_splits": False}
+    tiled = TiledLinear(6, 10, init_linear=whole, **options)
+    x = torch.randn(4, 6)
+    parts = tiled(list(x.split(3, dim=-1)))
+    assert [part.shape[-1] for part in parts] == [4, 3, 3]
+    torch.testing.assert_close(torch.cat(parts, dim=-1), whole(x))
+
+
+def test_mistakes_are_told():
+    with pytest.raises(UsageError, match="out_splits is 5, and there are 4 features"):
+        TiledLinear(4, 4, out_splits=5)
+    with pytest.raises(UsageError, match="a layer of 4 inputs was given"):
+        TiledLinear(4, 4)(torch.zeros(2, 3))
+    with pytest.raises(UsageError, match="is not one of"):
+        TiledLinear(4, 4, init_linear=nn.Linear(4, 5))
+    with pytest.raises(UsageError, match="has a bias"):
+        TiledLinear(4, 4, init_linear=nn.Linear(4, 4, bias=False))
+    with pytest.raises(UsageError, match="wants a list of as many tensors"):
+        TiledLinear(4, 4, in_splits=2, input_is_already_split=True)(torch.zeros(2, 4))
+
+
+class Wide(nn.Module):
+    """Blocks whose second layer is by far the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(32), "up": nn.Linear(32, 512), "down": nn.Linear(512, 32)}) for _ in range(3)
+        )
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block["down"](functional.gelu(block["up"](block["norm"](x))))
+        return self.head(x).square().mean()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + my_rank())).to(DEVICE)
+
+
+def train(stage: int, tiles: int, zero: dict) -> tuple[list[float], int, str]:
+    torch.manual_seed(0)
+    model = Wide()
+    if tiles > 1:
+        assert len(tile_linears(model, tiles, at_least=4096)) == 6
+    engine = engine_of(model, config_of(stage, **SPREAD, stage3_prefetch_bucket_size=0, **zero))
+    losses = []
+    for step in range(4):
+        loss = engine(batch(step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, engine.report()["peak"].get("gathered weights", 0), digest_in_32_bits(engine)
+
+
+def test_only_a_piece_is_gathered_at_a_time(two):
+    whole, tiled = (two.run(train, 3, tiles, {}) for tiles in (1, 8))
+    for (theirs, most, _), (ours, less, _) in zip(whole, tiled, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert less < most / 3
+
+
+def test_training_in_pieces_is_the_same_at_every_stage_and_on_disk(two, tmp_path):
+    near = two.run(train, 0, 4, {})
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for stage, zero in ((1, {}), (3, {}), (3, {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}})):
+        found = two.run(train, stage, 4, zero)
+        assert [(losses, digest) for losses, _, digest in found] == [(losses, digest) for losses, _, digest in near]
+
+
+def test_a_tied_layer_stays_whole():
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100, bias=False))
+    model[1].weight = model[0].weight
+    assert tile_linears(model, 4, at_least=1) == []
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_a_loss_in_chunks_is_the_loss(chunks):
+    torch.manual_seed(0)
+    head = nn.Linear(16, 50)
+    hidden, labels = torch.randn(2, 9, 16, requires_grad=True), torch.randint(0, 50, (2, 9))
+    labels[0, 3] = -100
+    whole = functional.cross_entropy(head(hidden).view(-1, 50), labels.view(-1))
+    wanted = torch.autograd.grad(whole, [hidden, head.weight])
+    found = chunked_cross_entropy(hidden, head, labels, chunks=chunks)
+    torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(found, [hidden, head.weight]), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_the_logits_of_a_loss_in_chunks_are_never_there_all_at_once():
+    seen: list[int] = []
+
+    class Head(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            return super().forward(x)
+
+    head = Head(8, 1000)
+    chunked_cross_entropy(torch.randn(64, 8, requires_grad=True), head, torch.zeros(64, dtype=torch.int64), chunks=8).backward()
+    assert seen == [8] * 16  # each once more in the backward
+
+
+def test_labels_of_other_tokens_are_told():
+    with pytest.raises(UsageError, match="hidden states of 4 tokens, and labels of 5"):
+        chunked_cross_entropy(torch.zeros(4, 2), nn.Linear(2, 3), torch.zeros(5, dtype=torch.int64))
