@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from naught.born import raise_whole
 from naught.comm import Group
 from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
@@ -184,6 +185,7 @@ def build_units(
             types = Types(weights, grads, small_masters=config.naught.small_masters, small_moments=config.naught.small_moments)
             members = [params[slot.name] for slot in layout.slots]
             groups = [membership.group_of(param) for param in members] if key.trainable else []
+            raise_whole(members, device)
             parts.append(Segment(list(map(filling.of, members)), layout, groups, types, homes[spec.name]))
         waits = placement.optim.tier is not Tier.DEVICE if lazy is None else lazy
         units[spec.name] = Unit(spec.name, parts, placement, lazy=waits)

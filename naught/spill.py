@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 import zlib
 from contextlib import suppress
 from typing import NamedTuple
@@ -77,6 +78,7 @@ class Spill:
         with telling("make a file in", folder, _FIXES):
             self.handle = _open(folder)
         self.nbytes = 0
+        self._close = weakref.finalize(self, os.close, self.handle)
 
     def reserve(self, nbytes: int) -> int:
         """Where so many bytes have room from here on. A disk that is too full says so now."""
@@ -110,7 +112,7 @@ class Spill:
 
     def close(self) -> None:
         """Its bytes are nobody's any more."""
-        os.close(self.handle)
+        self._close()
 
 
 def _open(folder: str) -> int:

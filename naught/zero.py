@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from naught.config import load
+from naught import comm
+from naught.accelerator import get_accelerator
+from naught.born import Keeping, Nursery, lend, split, take_back
+from naught.comm import Group, Ledger
+from naught.comm.launch import find_seat
+from naught.config import Config, load, placement_of
 from naught.engine import Engine, engines
+from naught.flat import Meter
 from naught.hints import register_external_parameter, unregister_external_parameter
 from naught.needs import (
     estimate_zero2_model_states_mem_needs,
@@ -20,6 +28,9 @@ from naught.needs import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from naught.placement import Tier
+from naught.spill import Stored
+from naught.tiers import disk_folder, disk_side
 from naught.tiled import TiledLinear, chunked_cross_entropy, tile_linears
 
 __all__ = [
@@ -39,12 +50,18 @@ __all__ = [
 ]
 
 
-class Init(AbstractContextManager["Init"]):
-    """A context for building a model that will be split. DeepSpeed's signature; so far models inside are built whole, and
-    `initialize` splits them a unit at a time. To build one that does not fit, build it on the meta device:
-    `with torch.device("meta")`.
+_WINDOW_BYTES = 1 << 30
 
-    Weights keep their 32 bits until `initialize` lowers them, so masters start from numbers that were not rounded.
+
+class Init(AbstractContextManager["Init"]):
+    """A context for building a model that does not fit. Parameters are split over the ranks while it is built: those that were
+    touched last are whole, up to `window_bytes` of them, and every rank keeps its part of the others in host memory, or on disk
+    where the configuration has parameters there. Initializers that run over the model afterwards, inside of the context, find
+    them whole one after the other, and draw the numbers that they would draw without it. Outside they read as NaN until
+    `initialize` has the model; look at them inside of `GatheredParameters`. All ranks must build the same model.
+
+    DeepSpeed's signature. A `module` that is built already is split at once. Weights keep their 32 bits until `initialize`
+    lowers them, so masters start from numbers that were not rounded.
     """
 
     def __init__(
@@ -59,20 +76,54 @@ class Init(AbstractContextManager["Init"]):
         enabled: bool = True,
         dtype: Any = None,
         mpu: Any = None,
+        window_bytes: int = _WINDOW_BYTES,
         **_: Any,
     ) -> None:
-        del module, data_parallel_group, mem_efficient_linear, remote_device, pin_memory, dtype, mpu
+        del data_parallel_group, mem_efficient_linear, remote_device, pin_memory, dtype, mpu
         source = config_dict_or_path if config_dict_or_path is not None else config
-        if enabled and source is not None:
-            load(source)  # a mistake in it is told before a long construction, not after
+        self.nursery: Nursery | None = None  # None: models are built as ever
+        if not enabled:
+            return
+        settings = None if source is None else load(source)  # a mistake in it is told before a long construction
+        if not comm.is_initialized() and find_seat(os.environ) is not None:
+            comm.init_distributed()
+        self.nursery = Nursery(_keeping_of(settings), window_bytes)
+        if module is not None:
+            for param in module.parameters():
+                split(param, self.nursery.keeping)
 
-    def __exit__(self, *_: object) -> None:
-        return None
+    def __enter__(self) -> Init:
+        if self.nursery is not None:
+            self.nursery.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.nursery is not None:
+            self.nursery.__exit__(*raised)
+
+
+def _keeping_of(settings: Config | None) -> Keeping:
+    """Parts in host memory, or on disk where the configuration has parameters there."""
+    accelerator = torch.device(get_accelerator().current_device_name())
+    desk = Group(Ledger(), accelerator, reduce_numel=1).desk
+    group = Group(Ledger(), desk, reduce_numel=1)
+    folder = None if settings is None or placement_of(settings).param.tier is not Tier.DISK else disk_folder(settings)
+    if settings is None or folder is None:
+        return Keeping(group, desk, lambda part: part.cpu().clone())
+    disk = disk_side(settings, torch.device("cpu"), Meter(), settings.aio.block_size // 4)
+    assert disk is not None
+
+    def put_away(part: Tensor) -> Stored:
+        stored = disk.take(part.numel(), part.dtype, "weights")
+        stored.fill(part)
+        return stored
+
+    return Keeping(group, desk, put_away)
 
 
 class GatheredParameters(AbstractContextManager[None]):
-    """While open, these parameters are whole. With a `modifier_rank`, what that rank writes is kept on all; without one,
-    all ranks must write the same. Parameters that belong to no engine are whole anyway."""
+    """While open, these parameters are whole, those of an engine and those that were built under `Init`. With a `modifier_rank`,
+    what that rank writes is kept on all; without one, all ranks must write the same."""
 
     def __init__(
         self,
@@ -87,6 +138,8 @@ class GatheredParameters(AbstractContextManager[None]):
         self.open = ExitStack()
 
     def __enter__(self) -> None:
+        lent = lend(self.params)
+        self.open.callback(lambda: take_back(lent, self.writer))
         for engine in _engines_of(self.params):
             mine = [param for param in self.params if engines.owner_of(param) is engine]
             self.open.enter_context(engine.gathered(mine, writer=self.writer))

@@ -105,6 +105,7 @@ LAYERS = [
         "folded",
         "beside",
         "moments",
+        "born",
     ],
     ["shortage", "stall", "husks", "guard", "weights", "gradients", "rules", "states", "segment", "unit"],
     [
@@ -206,6 +207,7 @@ TORCH_ALLOWED = {
         "moments",
         "spill",
         "tile_update",
+        "born",
         "segment",
         "block_norms",
         "rounding",
