@@ -5,9 +5,8 @@ initializers that run over a whole model after it was built need not know."""
 from __future__ import annotations
 
 import math
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from naught.comm import Group
 from naught.spill import Stored
 
-__all__ = ["Keeping", "Lent", "Nursery", "lend", "raise_whole", "split", "splits", "take_back"]
+__all__ = ["Keeping", "Lent", "Nursery", "lend", "may_split", "raise_whole", "split", "splits", "take_back"]
 
 
 class Keeping(NamedTuple):
@@ -60,10 +59,14 @@ def splits(param: nn.Parameter) -> bool:
 
 def raise_whole(params: Sequence[nn.Parameter], device: torch.device | None = None) -> None:
     """Make parameters whole that were split, where they were built or on another device. All ranks must do so."""
-    for param in params:
-        born = _SPLIT.pop(param, None)
-        if born is not None:
-            param.data = born.whole(param.shape, device or born.device)
+    with torch._C.DisableTorchFunction():
+        for param in params:
+            born = _SPLIT.pop(param, None)
+            if born is not None:
+                param.data = born.whole(param.shape, device or born.device)
+
+
+_OPEN: list[Nursery] = []  # at most one: inside of it another has nothing to do
 
 
 class Nursery(TorchFunctionMode):
@@ -73,22 +76,27 @@ class Nursery(TorchFunctionMode):
         super().__init__()
         self.keeping, self.window_bytes = keeping, window_bytes
         self.make = nn.Parameter.__new__
-        self.busy = False  # what is done here is not watched
-        self.window: OrderedDict[int, weakref.ReferenceType[nn.Parameter]] = OrderedDict()  # the latest last
+        # The latest last. Held, so that it is the same on every rank: when a garbage collector comes by is not.
+        self.window: OrderedDict[int, nn.Parameter] = OrderedDict()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.busy and not _only_describes(func):
-            for leaf in tree_leaves((args, kwargs)):
-                if type(leaf) is nn.Parameter and (id(leaf) in self.window or splits(leaf)):
-                    self._touch(leaf)
+        if not _only_describes(func):
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is nn.Parameter]
+            self._touch([leaf for leaf in leaves if id(leaf) in self.window or splits(leaf)])
         return func(*args, **kwargs)
 
     def __enter__(self) -> Nursery:
+        if _OPEN:
+            return self
+        _OPEN.append(self)
+        self.make = nn.Parameter.__new__
+
         def make(kind: type[nn.Parameter], *args: Any, **kwargs: Any) -> nn.Parameter:
             made = self.make(kind, *args, **kwargs)
-            if type(made) is nn.Parameter and not made.is_meta and made.is_floating_point():
-                self._touch(made)
+            with torch._C.DisableTorchFunction():
+                if may_split(made):
+                    self._touch([made])
             return made
 
         nn.Parameter.__new__ = staticmethod(make)  # type: ignore[method-assign, assignment]
@@ -96,52 +104,53 @@ class Nursery(TorchFunctionMode):
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        if self not in _OPEN:
+            return
+        _OPEN.clear()
         nn.Parameter.__new__ = staticmethod(self.make)  # type: ignore[method-assign]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if raised[0] is None:
-            for param in self._living():
+            for param in self.window.values():
                 split(param, self.keeping)
         self.window.clear()
 
-    def _touch(self, leaf: nn.Parameter) -> None:
-        self.busy = True
-        try:
-            self._make_room(leaf)
-        finally:
-            self.busy = False
-
-    def _make_room(self, leaf: nn.Parameter) -> None:
-        raise_whole([leaf])
-        self.window.pop(id(leaf), None)
-        self.window[id(leaf)] = weakref.ref(leaf)
-        oldest = [param for param in self._living() if param is not leaf]
-        held = leaf.nbytes + sum(param.nbytes for param in oldest)
-        while oldest and held > self.window_bytes:
-            param = oldest.pop(0)
-            held -= param.nbytes
-            self.window.pop(id(param))
-            split(param, self.keeping)
-
-    def _living(self) -> Iterator[nn.Parameter]:
-        for key, reference in list(self.window.items()):
-            param = reference()
-            if param is None:
-                self.window.pop(key)
-            else:
-                yield param
+    def _touch(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Have these whole, all at once, and others only as far as there is room."""
+        if not leaves:
+            return
+        with torch._C.DisableTorchFunction():
+            raise_whole(leaves)
+            for leaf in leaves:
+                self.window.pop(id(leaf), None)
+                self.window[id(leaf)] = leaf
+            held = sum(param.nbytes for param in self.window.values())
+            wanted = set(map(id, leaves))
+            for key, param in list(self.window.items()):
+                if held <= self.window_bytes:
+                    break
+                if key not in wanted:
+                    held -= param.nbytes
+                    split(self.window.pop(key), self.keeping)
 
 
 def split(param: nn.Parameter, keeping: Keeping, writer: int = 0) -> None:
-    """Have every rank keep its own part of what one rank has. All of them must do so."""
+    """Have every rank keep its own part of what one rank has. All of them must do so. What has no NaN stays as it is."""
+    if not may_split(param) or splits(param):
+        return
     group, place, put_away = keeping
-    device, numel = param.device, param.numel()
-    each = -(-max(numel, 1) // group.size)
-    flat = torch.zeros(each * group.size, dtype=param.dtype, device=place)
-    flat[:numel].copy_(param.data.reshape(-1))
-    group.spread(flat, writer)
-    part = put_away(flat[group.rank * each : (group.rank + 1) * each])
+    with torch._C.DisableTorchFunction():
+        device, numel = param.device, param.numel()
+        each = -(-max(numel, 1) // group.size)
+        flat = torch.zeros(each * group.size, dtype=param.dtype, device=place)
+        flat[:numel].copy_(param.data.reshape(-1))
+        group.spread(flat, writer)
+        part = put_away(flat[group.rank * each : (group.rank + 1) * each])
+        param.data = torch.full((), math.nan, dtype=param.dtype, device=device).expand(param.shape)  # a read gives NaN
     _SPLIT[param] = _Born(part, device, keeping)
-    param.data = torch.full((), math.nan, dtype=param.dtype, device=device).expand(param.shape)  # a read gives NaN
+
+
+def may_split(param: nn.Parameter) -> bool:
+    return type(param) is nn.Parameter and not param.is_meta and param.is_floating_point()
 
 
 class Lent(NamedTuple):
@@ -153,7 +162,7 @@ class Lent(NamedTuple):
 
 def lend(params: Sequence[nn.Parameter]) -> list[Lent]:
     """Make those whole that are split."""
-    found = [Lent(param, _SPLIT[param].keeping) for param in params if param in _SPLIT]
+    found = [Lent(param, _SPLIT[param].keeping) for param in {id(param): param for param in params}.values() if splits(param)]
     raise_whole([param for param, _ in found])
     return found
 

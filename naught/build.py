@@ -189,6 +189,7 @@ def build_units(
             parts.append(Segment(list(map(filling.of, members)), layout, groups, types, homes[spec.name]))
         waits = placement.optim.tier is not Tier.DEVICE if lazy is None else lazy
         units[spec.name] = Unit(spec.name, parts, placement, lazy=waits)
+    group.look_for_faults()
     filling.fill_rest()
     membership.replace(filling.of)
     renew_loans(model, filling.of)
@@ -275,6 +276,7 @@ def budgets_of(config: Config, units: Mapping[str, Unit], element_bytes: int) ->
         ahead_bytes=largest + max(ahead, largest) if ahead else 0,
         live_bytes=max(zero.stage3_max_live_parameters * element_bytes, 2 * largest),
         reuse_bytes=zero.stage3_max_reuse_distance * element_bytes,
+        read_weight_bytes=2 * max(unit.sizes().weight_shard for unit in units.values()) if ahead else 0,
         overlap_reduce=zero.overlap_comm is not False,
     )
 

@@ -87,7 +87,7 @@ class DiskSide:
         def read_tile(place: int) -> None:
             if after is not None:
                 after.result()
-            if left is not None:
+            if left is not None and left.exception() is None:
                 left.result().wait()
             stored.read_all(reading.room, place)
 
@@ -100,6 +100,9 @@ class DiskSide:
         for spill in self.spills.values():
             spill.close()
         self.spills.clear()
+        self.desk.meter.change(_SHARDS, -sum(reading.room.elements.nbytes for reading in self.idle))
+        self.idle.clear()
+        self.desk.close()
 
 
 _SHARDS = "host shards"  # a category of the meter: weights on their way from disk

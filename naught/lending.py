@@ -32,13 +32,21 @@ class Lending:
             raise UsageError(f"there is no rank {writer}", fix=f"ranks go from 0 to {self.schedule.group.size - 1}")
         units = [unit for unit in wanted if unit.name not in self.lent]
         fault = tampered(units)
-        if any(unit.placement.param.split or not unit.present for unit in units):
+        gathers = any(unit.placement.param.split or not unit.present for unit in units)
+        if gathers:
             self.schedule.group.raise_together(fault)
         elif fault is not None:  # nothing is to be gathered: a rank may do this by itself
             raise fault
         held = self._held_anywhere(units)
         for unit in units:
             unit.lend()
+        if gathers:
+            try:
+                self.schedule.group.look_for_faults()
+            except Exception:  # what is missing must not be taken back for what was written
+                for unit in units:
+                    unit.forget_loan()
+                raise
         mine = {unit.name for unit in units}
         self.lent |= mine
         try:

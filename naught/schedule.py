@@ -78,6 +78,7 @@ class Schedule:
             self._learn(running)
         for unit in self.units.values():
             unit.release()
+            unit.drop_reading()
         self.current = None
 
     def abort(self) -> None:
@@ -87,6 +88,7 @@ class Schedule:
             unit.settle()
             unit.ready()
             unit.release()
+            unit.drop_reading()
 
     def forget_plans(self) -> None:
         """Record anew. All ranks must do so together."""
@@ -159,6 +161,7 @@ class Schedule:
             raise ScheduleError(f"{story}, and other ranks met something else", fix=SAME_ORDER)
         for unit in self.units.values():
             unit.settle()
+            unit.drop_reading()
         running.program = None
         self.programs.pop((running.training, running.which), None)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,18 @@ from naught.streams import here
 from naught.weights import Weights
 
 __all__ = ["Segment"]
+
+
+class _Near(NamedTuple):
+    """A shard on the device, which is copied into the flat once new weights have come to it."""
+
+    arrive: Callable[[], None]
+    into: Tensor
+    shard: Tensor
+
+    def wait(self) -> None:
+        self.arrive()
+        self.into.copy_(self.shard)
 
 
 def _put_back(near: Tensor, place: Tensor) -> None:
@@ -62,7 +76,8 @@ class Segment:
             self.folded = Folded(self.kept.keep_rests())
             self.folded.keep(masters, self.target)
         elif masters is not None:
-            self.kept.keep_masters(masters)
+            with home.group.noting():
+                self.kept.keep_masters(masters)
         owner: Sum = DeviceSum(types.grads.sums, home.meter)
         if remote:
             assert home.host is not None
@@ -183,9 +198,16 @@ class Segment:
             assert host is not None
             updating = None if self.beside is None else self.beside.updating
             return Arrival(host.ferry, weights.shard, mine, updating, weights.rounds)
-        self._arrive()
-        mine.copy_(weights.shard)
-        return None
+        return _Near(self._arrive, mine, weights.shard)
+
+    def drop_reading(self) -> None:
+        """Nobody has gathered what was read ahead: it may be old when somebody does."""
+        if self.reading is not None:
+            assert self.home.disk is not None
+            assert self.reading.over is not None
+            wait([self.reading.over])
+            self.home.disk.idle.append(self.reading)
+            self.reading = None
 
     def _bring_from_disk(self, mine: Tensor) -> Arrival:
         self.read()
@@ -231,8 +253,12 @@ class Segment:
     def written(self) -> None:
         """The weights that an update works on change: what modules compute with follows."""
         self.kept.written()
-        if self.weights.stored is not None:
-            self.weights.stored.fill(self._rounded())
+        if self.weights.stored is not None and self.kept.master is None:
+            self.weights.stored.written()
+            self.weights.stored.will_change()
+        elif self.weights.stored is not None:
+            with self.home.group.noting():
+                self.weights.stored.fill(self._rounded())
         elif self.beside is not None and self.weights.shard is not None:
             assert self.kept.masters is not None
             self.beside.coming = self.beside.bring(self.kept.masters, self.weights.shard)
@@ -247,6 +273,12 @@ class Segment:
             self.folded.lent = self.target.clone()
         self.weights.lend()
 
+    def forget_loan(self) -> None:
+        if self.folded is not None:
+            self.folded.lent = None
+        if self.weights.split:
+            self.weights.release()
+
     def take_back(self) -> None:
         """Keep what was written: where weights are not what they were, masters or rests are theirs."""
         mine, before = self.target, None
@@ -257,6 +289,7 @@ class Segment:
         self.weights.take_back(mine)
         if self.weights.stored is not None:
             self.weights.stored.written()
+            self.weights.stored.will_change()
         if before is not None:
             self.kept.follow(mine, before.to(mine.device))
 

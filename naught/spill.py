@@ -57,14 +57,23 @@ class Desk:
 
     def __init__(self, tile_numel: int, meter: Meter, *, register: bool) -> None:
         self.tile_numel, self.meter, self.register = tile_numel, meter, register
-        self.own = threading.local()
+        self.own, self.lock, self.nbytes = threading.local(), threading.Lock(), 0
 
-    def room(self, at: int) -> Room:
-        rooms: list[Room] = self.own.__dict__.setdefault("rooms", [])
-        while len(rooms) <= at:
-            rooms.append(Room.make(self.tile_numel * torch.float32.itemsize, register=self.register))
-            self.meter.change(_ROOMS, rooms[-1].elements.nbytes)
+    def room(self, at: int, itemsize: int = 4) -> Room:
+        """One of them, for a tile of elements of so many bytes."""
+        rooms: dict[int, Room] = self.own.__dict__.setdefault("rooms", {})
+        needed = self.tile_numel * max(itemsize, 4)
+        if at not in rooms or rooms[at].elements.nbytes < needed:
+            rooms[at] = Room.make(needed, register=self.register)
+            with self.lock:
+                self.nbytes += needed
+            self.meter.change(_ROOMS, needed)
         return rooms[at]
+
+    def close(self) -> None:
+        """No thread asks any more."""
+        self.meter.change(_ROOMS, -self.nbytes)
+        self.own, self.nbytes = threading.local(), 0
 
 
 _ROOMS = "host rooms"  # a category of the meter
@@ -186,8 +195,10 @@ class Stored:
 
     def fill(self, values: Tensor) -> None:
         """Write all of it."""
+        if values is not self.copy:
+            self.copy = None
         for place, tile in enumerate(self.tiles):
-            room = self.desk.room(0)
+            room = self.desk.room(0, self.dtype.itemsize)
             room.of(tile.span.stop - tile.span.start, self.dtype).copy_(values[tile.span])
             self.write(place, room)
 
@@ -196,7 +207,7 @@ class Stored:
         if self.copy is None:
             self.copy = torch.empty(self.numel, dtype=self.dtype)
             for place, tile in enumerate(self.tiles):
-                self.copy[tile.span].copy_(self.read(place, self.desk.room(0)))
+                self.copy[tile.span].copy_(self.read(place, self.desk.room(0, self.dtype.itemsize)))
         return self.copy
 
     def written(self) -> None:

@@ -33,6 +33,7 @@ from naught.precision import loss_scale_of, precision_of
 from naught.rates import RateSchedule
 from naught.rules import RULES
 from naught.schedule import Schedule
+from naught.states import Updating
 from naught.stepping import Scheduler, Stepping
 from naught.tiers import job_of, limits_here
 from naught.watch import Watch
@@ -96,6 +97,7 @@ def initialize(
     )
     passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen))
     limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
+    _reserve_on_disk(passes, chosen)
     stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
     engine = Engine(model, settings, accumulation, passes, stepping, observer)
     engine.training_dataloader = loader
@@ -180,6 +182,18 @@ def _refuse_rule(settings: Config, optimizer: Optimizer | None) -> None:
                 f"naught.{key} is not for this optimizer ({type(optimizer.optimizer or rule).__name__})",
                 fix=f"name AdamW, Adam, Lion or SGD in the configuration instead of giving an object, or leave {key} out",
             )
+
+
+def _reserve_on_disk(passes: Passes, optimizer: Optimizer | None) -> None:
+    """What the first step would make on disk has its room now: a disk that is full says so before there is anything to lose."""
+    if optimizer is None:
+        return
+    how = Updating(optimizer.rule, optimizer.param_groups, 0)
+    segments = [segment for unit in passes.schedule.units.values() for segment in unit.trained]
+    with passes.schedule.group.together():
+        for segment in segments:
+            if segment.kept.rest.disk is not None:
+                segment.kept.prepare(how)
 
 
 def _source(args: Any, *given: Source | None) -> Source:

@@ -41,17 +41,19 @@ def limits_here(
         return None
     room = room_on(device)
     free = room.free // (1 if device.type != "cpu" else local_ranks(os.environ)) + (room.kept or 0) + own
-    mine = torch.tensor([ours.gpu_memory or free, ours.host_memory or free_host_bytes()])
-    gpu, host = group.exchange(mine).amin(0).tolist()  # all ranks place alike: none counts on more than another has
-    return limits_of_bytes(config, precision, moments, group.size, device, gpu=gpu, host=host)
+    folder = disk_folder(config)
+    spare = 0 if folder is None else free_disk_bytes(folder)
+    mine = torch.tensor([ours.gpu_memory or free, ours.host_memory or free_host_bytes(), spare])
+    gpu, host, disk = group.exchange(mine).amin(0).tolist()  # all ranks place alike: none counts on more than another has
+    return limits_of_bytes(config, precision, moments, group.size, device, gpu=gpu, host=host, disk=disk)
 
 
 def limits_of_bytes(
-    config: Config, precision: Precision, moments: int, world: int, device: torch.device, *, gpu: int, host: int
+    config: Config, precision: Precision, moments: int, world: int, device: torch.device, *, gpu: int, host: int, disk: int = 0
 ) -> Limits:
-    """The same, where the bytes of device and host are known."""
+    """The same, where the bytes of device and host, and of one rank on disk, are known."""
     ours, here, apart = config.naught, local_ranks(os.environ), device.type != "cpu"
-    machine, folder = detect()[0], disk_folder(config)
+    machine = detect()[0]
     return Limits(
         replace(
             machine,
@@ -62,7 +64,7 @@ def limits_of_bytes(
             host_share=1.0 if ours.host_memory is not None else machine.host_share,  # a limit is for states alone
             disk_threads=config.aio.intra_op_parallelism,
             disk_request_bytes=config.aio.block_size,
-            disk_bytes=0 if folder is None else free_disk_bytes(folder) * min(here, world),
+            disk_bytes=disk * min(here, world),
             stages=apart,
             unified=not apart and ours.gpu_memory is None,
         ),

@@ -111,6 +111,10 @@ def tile_linears(model: nn.Module, tiles: int, *, at_least: int = 1 << 24) -> li
         for short, child in list(parent.named_children()):
             if type(child) is not nn.Linear or child.weight.numel() < at_least or counts[id(child.weight)] > 1:
                 continue
+            if 0 in child.weight.stride():
+                raise UsageError(
+                    f'"{name}.{short}" was built under zero.Init and is split already', fix="divide layers inside of zero.Init"
+                )
             with torch.device(child.weight.device):
                 pieces = TiledLinear(
                     child.in_features,
@@ -120,8 +124,8 @@ def tile_linears(model: nn.Module, tiles: int, *, at_least: int = 1 << 24) -> li
                     init_linear=child,
                     dtype=child.weight.dtype,
                 )
-            for param in pieces.parameters():
-                param.requires_grad_(child.weight.requires_grad)
+            for name_of_param, param in pieces.named_parameters():
+                param.requires_grad_((child.bias if name_of_param.endswith("bias") else child.weight).requires_grad)
             setattr(parent, short, pieces)
             found.append(f"{name}.{short}".removeprefix("."))
     return found

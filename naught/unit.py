@@ -54,6 +54,10 @@ class Unit:
             for segment in self.absentees:
                 segment.read()
 
+    def drop_reading(self) -> None:
+        for segment in self.absentees:
+            segment.drop_reading()
+
     def gather(self) -> None:
         """Start to make the weights whole, if they are not."""
         if not self.present and not self.pending:
@@ -116,6 +120,11 @@ class Unit:
         for segment in self.segments:
             segment.lend()
         self.present = not self.placement.param.split or not self.absentees
+
+    def forget_loan(self) -> None:
+        """Take back nothing of what was lent."""
+        for segment in self.segments:
+            segment.forget_loan()
 
     def spread(self, writer: int) -> None:
         """Give every rank the copies that one has written to."""

@@ -235,10 +235,11 @@ def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coeff
     if how.rule.defers:
         segment.update_on_disk(len(pieces), lambda at: update_tile.do(pieces[at]))
         return
-    beside.wait()
-    segment.update_on_disk(0, lambda _: None)
-    for piece in pieces:
-        update_tile.do(piece)
+    with segment.home.group.noting():
+        beside.wait()
+        segment.update_on_disk(0, lambda _: None)
+        for piece in pieces:
+            update_tile.do(piece)
 
 
 def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:

@@ -51,8 +51,9 @@ class Weights:
         if not self.stays:
             mine, self.shard = self.flat.slices[group.rank], None
             if disk is not None:
-                self.stored = disk.take(mine.numel(), dtype, "weights")
-                self.stored.fill(mine)
+                with group.noting():
+                    self.stored = disk.take(mine.numel(), dtype, "weights")
+                    self.stored.fill(mine)
             elif shelf is not None:
                 self.shard = shelf.take(mine.numel(), dtype, "weights", travels=True).copy_(mine)
         if split:

@@ -12,7 +12,7 @@ from training import DEVICE, batch_of, config_of, digest_of_weights, engine_of, 
 
 from naught import initialize, zero
 from naught.born import splits
-from naught.errors import ConfigError
+from naught.errors import ConfigError, UsageError
 
 SPREAD = {"stage3_param_persistence_threshold": 0}
 SMALL_WINDOW = 20_000  # bytes: a few parameters of these models
@@ -180,3 +180,41 @@ def test_a_model_in_use_beside_the_context_is_not_touched():
     with zero.Init(window_bytes=SMALL_WINDOW):
         nn.Linear(32, 32)
     assert math.isfinite(engine(batch_of(0, 0)).item())
+
+
+def fill_inside_of_the_context() -> tuple[bool, ...]:
+    """As scripts for DeepSpeed do, and what else may happen while a model is built."""
+    with zero.Init(window_bytes=100):
+        one, other = nn.Linear(16, 16), nn.Linear(16, 16)
+        with zero.GatheredParameters([one.weight, one.weight], modifier_rank=0), torch.no_grad():
+            one.weight.fill_(2.0)
+        with zero.Init(window_bytes=100):
+            inner = nn.Linear(16, 16)
+            nn.init.constant_(inner.weight, 3.0)
+        with torch.no_grad():
+            other.weight.copy_(one.weight)
+            both = torch.cat([one.weight, inner.weight])
+    zero.Init(module=one)  # it is split already
+    with zero.GatheredParameters([one.weight, other.weight, inner.weight]):
+        found = [bool((layer.weight == value).all()) for layer, value in ((one, 2.0), (other, 2.0), (inner, 3.0))]
+    return *found, bool((both[:16] == 2.0).all() and (both[16:] == 3.0).all())
+
+
+def test_what_is_done_to_parameters_inside_of_the_context_is_done(two):
+    assert two.run(fill_inside_of_the_context) == [(True,) * 4] * 2
+
+
+def test_whole_numbers_and_what_is_not_built_yet_stay_as_they_are():
+    module = nn.Module()
+    module.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    module.later = nn.Parameter(torch.empty(4, device="meta"))
+    zero.Init(module=module)
+    assert module.table.tolist() == [0, 1, 2, 3]
+    assert not splits(module.later)
+
+
+def test_layers_that_are_split_already_are_not_divided():
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(UsageError, match="and is split already"):
+        zero.tile_linears(model, 2, at_least=1)

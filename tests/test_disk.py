@@ -321,10 +321,10 @@ def test_what_cannot_be_on_disk_is_told(tmp_path, changes, words):
 
 
 class _Failing:
-    """The operating system's calls, of which the Nth that reads or writes fails, on one rank."""
+    """The operating system's calls, of which the Nth that reads or writes fails, or all from there on."""
 
-    def __init__(self, at: int, what: str) -> None:
-        self.at, self.what, self.count = at, what, 0
+    def __init__(self, at: int, what: str, *, lasts: bool = False) -> None:
+        self.at, self.what, self.lasts, self.count = at, what, lasts, 0
         self.real = os.preadv, os.pwritev
 
     def __enter__(self) -> None:
@@ -336,9 +336,10 @@ class _Failing:
     def _failing(self, call):
         def do(handle, buffers, offset):
             self.count += 1
-            if self.count == self.at and self.what == "short":
+            strikes = self.count == self.at or (self.lasts and self.count > self.at)
+            if strikes and self.what == "short":
                 return 0
-            if self.count == self.at:
+            if strikes:
                 raise OSError(getattr(errno, self.what), os.strerror(getattr(errno, self.what)))
             return call(handle, buffers, offset)
 
@@ -371,6 +372,89 @@ def test_a_call_that_fails_on_one_rank_is_an_error_on_all(two, tmp_path, place, 
         told += 1
         assert all(story.startswith("StorageError") and str(tmp_path) in story for story in stories), stories
     assert told >= 3
+
+
+def fail_while_looking(folder: str) -> tuple[str, str, bool]:
+    """A read fails while parameters are gathered: nothing is taken back, nothing is saved, and a load mends it."""
+    stage, zero = places(folder)["both"]
+    engine = start(stage, more=BF16, **SPREAD, **zero)
+    take_steps(engine, 2)
+    before = digest_in_32_bits(engine)
+    engine.save_checkpoint(f"{folder}/saved")
+    stories = []
+    failing = _Failing(2 if my_rank() == 1 else 10**9, "EIO")
+    for look in (lambda: engine.gathered().__enter__(), lambda: engine.save_checkpoint(f"{folder}/lost")):
+        with pytest.raises(StorageError) as found, failing:
+            look()
+        stories.append(str(found.value))
+    assert not Path(f"{folder}/lost").exists()
+    engine.load_checkpoint(f"{folder}/saved")
+    mended = digest_in_32_bits(engine) == before
+    take_steps(engine, 1, first=2)
+    return *stories, mended
+
+
+def test_what_cannot_be_read_is_not_taken_for_what_was_written(two, tmp_path):
+    for first, second, mended in two.run(fail_while_looking, str(tmp_path)):
+        assert "(EIO)" in first
+        assert "(EIO)" in second
+        assert mended
+
+
+def fail_at_first(folder: str, at: int) -> str:
+    """Calls that fail while the engine is made, or in its first step."""
+    stage, zero = places(folder)["both"]
+    with pytest.raises(StorageError) as found, _Failing(at if my_rank() == 1 else 10**9, "EIO", lasts=True):
+        engine = start(stage, more=BF16, **SPREAD, **zero)
+        take_steps(engine, 3)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("at", [1, 5, 20])
+def test_a_disk_that_fails_at_once_is_an_error_on_all_ranks(two, tmp_path, at):
+    assert all("(EIO)" in story for story in two.run(fail_at_first, str(tmp_path), at))
+
+
+def freeze_and_load(folder: str) -> bool:
+    stage, zero = places(folder)["both"]
+    saved = start(stage, "frozen", more=BF16, **SPREAD, **zero)
+    with saved.gathered(), torch.no_grad():
+        for param in saved.module.parameters():
+            param.mul_(1.5)
+    take_steps(saved, 1)
+    saved.save_checkpoint(f"{folder}/saved")
+    loaded = start(stage, "frozen", more=BF16, **SPREAD, **zero)
+    loaded.load_checkpoint(f"{folder}/saved")
+    with saved.gathered(), loaded.gathered():
+        return all(map(torch.equal, saved.module.parameters(), loaded.module.parameters()))
+
+
+def test_what_is_frozen_is_saved_and_loaded_too(two, tmp_path):
+    assert two.run(freeze_and_load, str(tmp_path)) == [True, True]
+
+
+def ahead(folder: str) -> list[str]:
+    stage, zero = places(folder)["both"]
+    engine = start(stage, **SPREAD, **zero)
+    take_steps(engine, 3)
+    (program,) = (program for (training, _), program in engine.schedule.programs.items() if training)
+    return [f"{step.verb} {step.unit}" for step in program.steps if str(step.kind) == "param"]
+
+
+def test_weights_are_read_ahead_of_the_unit_before(two, tmp_path):
+    steps = two.run(ahead, str(tmp_path))[0]
+    reads = [step.partition(" ")[2] for step in steps if step.startswith("read")]
+    first, second, *_ = dict.fromkeys(reads)
+    assert steps.index(f"read {second}") < steps.index(f"use {first}")
+
+
+def test_rooms_are_given_back(tmp_path):
+    stage, zero = places(str(tmp_path))["both"]
+    engine = start(stage, **SPREAD, **zero)
+    take_steps(engine, 2)
+    engine.destroy()
+    held = engine.report()["live"]
+    assert {name: nbytes for name, nbytes in held.items() if name.startswith(("host ", "disk ")) and nbytes} == {}
 
 
 def test_no_bit_that_flips_goes_unnoticed(tmp_path):

@@ -125,6 +125,16 @@ def test_a_tied_layer_stays_whole():
     assert tile_linears(model, 4, at_least=1) == []
 
 
+def test_what_is_frozen_stays_so():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    tile_linears(model, 2, at_least=1)
+    assert {name.split(".")[-1]: param.requires_grad for name, param in model.named_parameters()} == {
+        "weight": False,
+        "bias": True,
+    }
+
+
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_a_loss_in_chunks_is_the_loss(chunks):
     torch.manual_seed(0)

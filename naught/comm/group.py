@@ -6,7 +6,8 @@ A process without torch.distributed is a group of one, on the same path.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -62,6 +63,22 @@ class Group(Together):
         # Numbers that ranks exchange lie where the backend can reach them.
         self.desk = torch.device("cpu") if self.size == 1 or "cpu" in backends else device
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Of what fails in here on this rank alone the others are told when all of them look: until then they count on it to go
+        on. A rank alone need not wait for that."""
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            self.fault = self.fault or error
+
+    def look_for_faults(self) -> None:
+        """Raise on every rank what was noted on any."""
+        if self.size > 1:
+            self.raise_together(self.fault)
+
     @property
     def alive(self) -> bool:
         """Whether ranks can still talk: a script may have shut torch.distributed down."""
@@ -73,10 +90,12 @@ class Group(Together):
         if own is not None and self.size == 1:
             return Pending(then=own.wait)
         if own is not None:
-            try:
-                own.wait()
-            except Exception as error:  # the others count on this rank: it goes on, and tells them in the next step
-                self.fault = self.fault or error
+            with self.noting():
+                try:
+                    own.wait()
+                except Exception:
+                    slices[self.rank].fill_(float("nan"))  # nobody takes it for weights
+                    raise
         with self._inside(call):
             under_way = self.wire.gather(flat, slices)
         return self._timed(call, under_way)

@@ -93,8 +93,9 @@ def _offload(config: Config) -> Iterator[Conflict]:
             paths = ("naught.delay_update_after", "zero_optimization.offload_param")
             what = "weights that rest on the host are made of what is updated there: they cannot follow later"
             yield Conflict(paths, what, "keep the parameters on the device, or do not delay")
-    if config.naught.small_moments and optim and optim.device == "nvme":
-        paths = ("naught.small_moments", "zero_optimization.offload_optimizer.device")
+    if config.naught.small_moments and ((optim and optim.device == "nvme") or config.naught.nvme_path):
+        where = "naught.nvme_path" if config.naught.nvme_path else "zero_optimization.offload_optimizer.device"
+        paths = ("naught.small_moments", where)
         yield Conflict(paths, "moments of 8 bits rest on the device or the host, not on disk", "keep one of the two")
     if config.naught.gradients in ("host", "disk") and zero.stage < 2 and known_stage:
         paths = ("naught.gradients", "zero_optimization.stage")

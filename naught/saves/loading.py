@@ -57,10 +57,12 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
         reading.undo()
         raise
     with unusable_on_error(engine):
+        group.fault = None  # whatever was lost is written anew
         with group.together():
             reading.copy()
             _finish(engine, reading)
         weights_written(engine)
+        group.look_for_faults()
     return chosen, dict(reading.memory.client_state)
 
 

@@ -64,8 +64,9 @@ def unusable_on_error(engine: Answers) -> Iterator[None]:
 def weights_written(engine: Answers) -> None:
     """The weights that this rank updates, or their masters, are others: modules compute with them from here on."""
     for unit in engine.schedule.units.values():
-        for segment in unit.trained:
-            segment.written()
+        for segment in unit.segments:
+            if segment.trained or segment.weights.stored is not None:
+                segment.written()
         unit.outdate(hide=False)
         if not unit.placement.param.split:
             unit.fetch()
