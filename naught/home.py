@@ -70,9 +70,16 @@ class DiskSide:
 
     def take(self, numel: int, dtype: torch.dtype, category: str) -> Stored:
         """Zeros that are held from here on."""
+        return Stored(self._spill(category), self.desk, numel, dtype, category)
+
+    def foresee(self, category: str, nbytes: int) -> None:
+        """Have room for so many bytes more."""
+        self._spill(category).foresee(nbytes)
+
+    def _spill(self, category: str) -> Spill:
         if category not in self.spills:
             self.spills[category] = Spill(self.folder)
-        return Stored(self.spills[category], self.desk, numel, dtype, category)
+        return self.spills[category]
 
     def read(self, stored: Stored, after: Future[None] | None) -> Reading:
         """Begin to read all of it, once nobody writes to it any more."""

@@ -92,14 +92,20 @@ class Spill:
     def reserve(self, nbytes: int) -> int:
         """Where so many bytes have room from here on. A disk that is too full says so now."""
         at = self.nbytes
+        self.foresee(nbytes)
+        self.nbytes += nbytes
+        return at
+
+    def foresee(self, nbytes: int) -> None:
+        """Have room for so many bytes more, which nobody has asked for yet."""
+        if not nbytes:
+            return
         with telling(f"find room for {nbytes} bytes in", self.folder, _FIXES):
             try:
-                os.posix_fallocate(self.handle, at, nbytes)
+                os.posix_fallocate(self.handle, self.nbytes, nbytes)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-        self.nbytes += nbytes
-        return at
 
     def write(self, at: int, data: memoryview) -> None:
         done = 0

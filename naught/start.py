@@ -33,7 +33,7 @@ from naught.precision import loss_scale_of, precision_of
 from naught.rates import RateSchedule
 from naught.rules import RULES
 from naught.schedule import Schedule
-from naught.states import Updating
+from naught.spill import Stored
 from naught.stepping import Scheduler, Stepping
 from naught.tiers import job_of, limits_here
 from naught.watch import Watch
@@ -185,15 +185,13 @@ def _refuse_rule(settings: Config, optimizer: Optimizer | None) -> None:
 
 
 def _reserve_on_disk(passes: Passes, optimizer: Optimizer | None) -> None:
-    """What the first step would make on disk has its room now: a disk that is full says so before there is anything to lose."""
-    if optimizer is None:
-        return
-    how = Updating(optimizer.rule, optimizer.param_groups, 0)
-    segments = [segment for unit in passes.schedule.units.values() for segment in unit.trained]
-    with passes.schedule.group.together():
-        for segment in segments:
-            if segment.kept.rest.disk is not None:
-                segment.kept.prepare(how)
+    """What the first step makes on disk has its room now: a disk that is full says so before there is anything to lose."""
+    kept = [segment.kept for unit in passes.schedule.units.values() for segment in unit.trained]
+    sizes = [states.master.nbytes for states in kept if isinstance(states.master, Stored)]
+    disk = next((states.rest.disk for states in kept if states.rest.disk is not None), None)
+    if disk is not None:
+        with passes.schedule.group.together():
+            disk.foresee("states", _moments(optimizer) * sum(sizes))
 
 
 def _source(args: Any, *given: Source | None) -> Source:

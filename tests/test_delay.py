@@ -23,7 +23,6 @@ from naught import initialize
 from naught.beside import Beside
 from naught.errors import ConfigError, UsageError
 from naught.fragments import safe_get_full_fp32_param
-from naught.home import HostSide
 from naught.host_crew import HostCrew
 from naught.rounding import nearest
 
@@ -193,7 +192,7 @@ def test_an_optimizer_that_works_in_step_cannot_be_delayed():
 
 def test_nothing_to_do_is_not_over_before_what_is_under_way():
     crew, may_go, done = HostCrew(None), threading.Event(), []
-    beside = Beside(HostSide(None, None, crew), nearest)
+    beside = Beside(crew, None, nearest)
     beside.update(1, lambda _: (may_go.wait(), done.append(1)))
     beside.update(0, done.append)
     assert not beside.updating.done()
