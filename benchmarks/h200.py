@@ -5,6 +5,7 @@ python benchmarks/h200.py offload            # 1.64B: states on the host
 python benchmarks/h200.py large              # 6.86B with the optimizer on the host
 python benchmarks/h200.py largest            # how large a model trains on the GPU and the host together
 python benchmarks/h200.py capped             # the same with 32 GiB of GPU memory
+python benchmarks/h200.py disk               # states on disk, in NAUGHT_BENCH_FOLDER
 python benchmarks/h200.py --only torch,ours-2 stages
 
 Each system trains in a process of its own: the same model, tokens, batch and precision (bf16, one checkpoint a block, AdamW,
@@ -31,6 +32,7 @@ import torch
 from gpt import GPT, fill, flops_per_step
 from torch import Tensor, nn
 
+FOLDER = os.environ.get("NAUGHT_BENCH_FOLDER", "/tmp/naught-bench")  # on the disk that is measured
 HYPER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
 CLIP = 1.0
 STEPS, WARM = 8, 3
@@ -59,6 +61,7 @@ class Row(NamedTuple):
     shape: Shape = SMALL
     steps: int = STEPS
     cap_gib: float = 0
+    host_gib: float = 0  # 0: 122 GB
 
 
 TABLES: dict[str, list[Row]] = {
@@ -78,6 +81,12 @@ TABLES: dict[str, list[Row]] = {
     "large": [Row("torch"), Row("torch", MIDDLE, 6), Row("ours-2-offload", MIDDLE, 6)],
     "largest": [Row("torch"), Row("ours-auto", deep(53), 4)],
     "capped": [Row("torch"), Row("ours-auto", deep(31), 5, 32.0)],
+    "disk": [
+        Row("torch"),
+        *(Row(f"ours-{name}", steps=5) for name in ("2-nvme", "3-nvme")),
+        Row("ours-auto-nvme", deep(12), 4, 16.0, 32.0),  # fits neither on the GPU nor on the host
+        Row("deepspeed-3-nvme", steps=3),
+    ],
 }
 
 
@@ -181,7 +190,7 @@ def _measure(row: Row, trace: str | None) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(row.cap_gib * GIB / torch.cuda.get_device_properties(0).total_memory)
     shape, began = row.shape, time.perf_counter()
     kind, _, variant = row.system.partition("-")
-    large = kind == "ours" and variant == "auto"
+    large = kind == "ours" and variant.startswith("auto")
     with torch.device("meta" if large else device):
         model = GPT(shape.layers, shape.width, shape.heads, shape.seq)
     numel = sum(param.numel() for param in model.parameters())
@@ -300,10 +309,11 @@ def _config(variant: str, row: Row) -> dict[str, Any]:
     """A DeepSpeed configuration, which both read."""
     stage = variant[0] if variant[:1].isdigit() else "3"
     zero: dict[str, Any] = {"stage": int(stage), "overlap_comm": True, "contiguous_gradients": True}
-    if "offload" in variant:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if "offload" in variant or "nvme" in variant:
+        place = {"device": "nvme", "nvme_path": FOLDER} if "nvme" in variant else {"device": "cpu"}
+        zero["offload_optimizer"] = place | {"pin_memory": True}
         if stage == "3":
-            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+            zero["offload_param"] = place | {"pin_memory": True} | ({"max_in_cpu": 0} if "nvme" in variant else {})
     return {
         "train_micro_batch_size_per_gpu": row.shape.batch,
         "gradient_clipping": CLIP,
@@ -330,12 +340,13 @@ def _ours(model: nn.Module, variant: str, row: Row) -> Trained:
         config["naught"] = {"small_masters": True, "small_moments": True}
     if variant.endswith("delay"):
         config["naught"]["delay_update_after"] = 1
-    if variant == "auto":
+    if variant.startswith("auto"):
         tokens, width = row.shape.batch * row.shape.seq, row.shape.width
         # One checkpoint a block, the loss and its two gradients in 32 bits, and a block that is computed again.
         activations = 2 * row.shape.layers * tokens * width + 3 * 4 * tokens * 50304 + 40 * tokens * width
         config["naught"] = {"placement": "auto", "small_masters": True, "activation_memory": activations}
-        config["naught"] |= {"gpu_memory": int(row.cap_gib * GIB) or "147GB", "host_memory": "122GB"}
+        config["naught"] |= {"gpu_memory": int(row.cap_gib * GIB) or "147GB", "host_memory": int(row.host_gib * GIB) or "122GB"}
+        config["naught"] |= {"nvme_path": FOLDER} if variant.endswith("nvme") else {}
         config["zero_optimization"] = {"stage": 3}
     trained = _by_engine(naught.initialize(model=model, config=config)[0])
 
@@ -343,10 +354,12 @@ def _ours(model: nn.Module, variant: str, row: Row) -> Trained:
         engine = trained.report()["engine"]
         rest = engine.planned()
         host = sum(nbytes for name, nbytes in rest.items() if name.startswith("host "))
+        moved = engine.report()["moved"]
         return {
             "norm": engine.get_global_grad_norm(),
             "planned_gib": {name: round(nbytes / GIB, 2) for name, nbytes in rest.items() if nbytes},
             "planned_host_gib": round(host / GIB, 2),
+            "moved_gib": {name: round(nbytes / GIB, 2) for name, nbytes in moved.items()},
         }
 
     return Trained(trained.step, report)

@@ -141,7 +141,8 @@ class HostCrew:
         wanted: Sequence[int | None] = self.cores or [None]
         ready = threading.Barrier(1 + len(wanted))
         for core in wanted:
-            thread = threading.Thread(target=_serve, args=(self.queue, core, ready), name="naught-update", daemon=True)
+            args = (self.queue, core, ready, len(wanted) == 1 and core is None)
+            thread = threading.Thread(target=_serve, args=args, name="naught-update", daemon=True)
             thread.start()
             self.threads.append(thread)
         ready.wait()
@@ -149,12 +150,13 @@ class HostCrew:
             torch.set_num_threads(before)  # a thread's own number stays; but some libraries have one for all
 
 
-def _serve(queue: _Queue, core: int | None, ready: threading.Barrier) -> None:
+def _serve(queue: _Queue, core: int | None, ready: threading.Barrier, alone: bool) -> None:
     if core is not None:
         os.sched_setaffinity(0, {core})
         # Who asks the device must not wait for a core: without this a forward beside an update takes several times as long.
         me = (os.PRIO_PROCESS, threading.get_native_id())
         os.setpriority(*me, max(_NICE, os.getpriority(*me)))
+    if not alone:  # else it has as many threads as training
         torch.set_num_threads(1)
     ready.wait()
     while queue.do_one():

@@ -272,8 +272,11 @@ def test_destroy_gives_the_model_back_and_leaves_nothing_behind():
     ("changes", "words"),
     [
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}}},
-            "no states on disk yet",
+            {
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}},
+                "naught": {"gradients": "disk"},
+            },
+            "no gradients on disk yet",
         ),
         ({"gradient_clipping": "auto"}, '"auto" is left in gradient_clipping'),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
