@@ -75,7 +75,7 @@ def update(
     used = [flag for segment in trained for flag in segment.grads.used]
     fault: Exception | None
     fault, square = _look(trained, _husks(units))
-    amiss = amiss or fault or group.fault
+    amiss = amiss or fault or group.noted
     rows = group.exchange(torch.tensor([amiss is not None, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
         group.raise_together(amiss)

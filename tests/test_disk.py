@@ -346,6 +346,12 @@ class _Failing:
         return do
 
 
+def let_go(engine) -> None:
+    """Of what an engine that has failed still has: the error that was caught may keep it for as long as it is kept itself."""
+    engine.watchdog.stop()
+    next(iter(engine.schedule.units.values())).segments[0].home.disk.close()
+
+
 def fail_at(place: str, folder: str, at: int, what: str) -> str:
     stage, zero = places(folder)[place]
     engine = start(stage, more=BF16, **SPREAD, **zero)
@@ -358,6 +364,7 @@ def fail_at(place: str, folder: str, at: int, what: str) -> str:
         story = "nothing failed"
     except StorageError as error:
         story = f"StorageError: {error}"
+    let_go(engine)
     return story
 
 
@@ -391,6 +398,7 @@ def fail_while_looking(folder: str) -> tuple[str, str, bool]:
     engine.load_checkpoint(f"{folder}/saved")
     mended = digest_in_32_bits(engine) == before
     take_steps(engine, 1, first=2)
+    engine.destroy()
     return *stories, mended
 
 

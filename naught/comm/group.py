@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from naught.comm.ledger import Call, Ledger, Waiting
-from naught.comm.together import Together
+from naught.comm.together import Together, heard, told
 from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
-from naught.errors import ScheduleError, UsageError
+from naught.errors import NaughtError, ScheduleError, UsageError
 from naught.layout import ALIGN_NUMEL
 
 __all__ = ["SAME_ORDER", "Group", "Mean", "Waits"]
@@ -53,7 +53,9 @@ class Group(Together):
     ) -> None:
         self.ledger, self.mean, self.patience_s = ledger, mean or Mean(), patience_s
         self.number = next(_NUMBERS)
-        self.fault: Exception | None = None  # of something that was under way on this rank: to be told to all
+        # Of something that was under way on this rank, to be told to all. A text: an error would hold the frames that it came
+        # through, and they this.
+        self.fault = ""
         self.meetings = 0
         together = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if together else 0
@@ -72,12 +74,17 @@ class Group(Together):
         except Exception as error:
             if self.size == 1:
                 raise
-            self.fault = self.fault or error
+            self.fault = self.fault or told(error)
 
     def look_for_faults(self) -> None:
         """Raise on every rank what was noted on any."""
         if self.size > 1:
-            self.raise_together(self.fault)
+            self.raise_together(self.noted)
+
+    @property
+    def noted(self) -> NaughtError | None:
+        """What was noted on this rank."""
+        return heard(self.rank, self.fault) if self.fault else None
 
     @property
     def alive(self) -> bool:

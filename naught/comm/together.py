@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from naught.errors import ConfigError, NaughtError, UsageError
 
-__all__ = ["Together"]
+__all__ = ["Together", "heard", "told"]
 
 
 class Together(ABC):
@@ -38,22 +38,22 @@ class Together(ABC):
 
     def raise_together(self, amiss: Exception | None) -> None:
         """Raise on every rank if something is amiss on any: a rank what it has found, the others what the first one has."""
-        texts = self.exchange_texts("" if amiss is None else _told(amiss))
+        texts = self.exchange_texts("" if amiss is None else told(amiss))
         if amiss is not None:
             raise amiss
         for rank, text in enumerate(texts):
             if text:
-                raise _heard(rank, text)
+                raise heard(rank, text)
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     if isinstance(error, NaughtError) and not isinstance(error, ConfigError):
         return json.dumps([type(error).__name__, error.what, error.where, error.fix])
     kind = "" if isinstance(error, NaughtError) else f"{type(error).__name__}: "
     return json.dumps([UsageError.__name__, f"{kind}{error}", "", ""])
 
 
-def _heard(rank: int, text: str) -> NaughtError:
+def heard(rank: int, text: str) -> NaughtError:
     """A peer's error. Its kind is looked up among ours: a name that is sent is never imported."""
     name, what, where, fix = json.loads(text)
     place = f"{where}, rank {rank}" if where else f"rank {rank}"

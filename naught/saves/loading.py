@@ -57,7 +57,7 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
         reading.undo()
         raise
     with unusable_on_error(engine):
-        group.fault = None  # whatever was lost is written anew
+        group.fault = ""  # whatever was lost is written anew
         with group.together():
             reading.copy()
             _finish(engine, reading)
