@@ -20,14 +20,14 @@ from naught.layout import ALIGN_NUMEL
 from naught.shelves import Shelf
 from naught.spill import Stored
 
-__all__ = ["BLOCK_NUMEL", "Held", "Lent", "Packed", "Wide", "pack", "unpack"]
+__all__ = ["BLOCK_NUMEL", "Held", "Packed", "Portion", "Wide", "pack", "unpack"]
 
 BLOCK_NUMEL = ALIGN_NUMEL
 Move = Callable[[Tensor], Tensor]
 After = Callable[[], None]
 
 
-class Lent(NamedTuple):
+class Portion(NamedTuple):
     """Elements for an update, and what is to be done once they are updated; None: nothing."""
 
     values: Tensor
@@ -54,9 +54,9 @@ class Wide:
     def will_change(self) -> None:
         """An update begins: what `whole` gave changes with it."""
 
-    def part(self, span: slice) -> Lent:
+    def part(self, span: slice) -> Portion:
         """Some of it in 32 bits, for an update."""
-        return Lent(self.values[span])
+        return Portion(self.values[span])
 
     def move(self, move: Move) -> Wide:
         """The same elsewhere."""
@@ -114,11 +114,11 @@ class Packed:
     def will_change(self) -> None:
         self.copy = None
 
-    def part(self, span: slice) -> Lent:
+    def part(self, span: slice) -> Portion:
         blocks = slice(span.start // BLOCK_NUMEL, span.stop // BLOCK_NUMEL)
         codes, scales = self.codes[span], self.scales[blocks]
         wide = unpack(codes, scales, signed=self.signed)
-        return Lent(wide, partial(pack, wide, codes, scales, signed=self.signed))
+        return Portion(wide, partial(pack, wide, codes, scales, signed=self.signed))
 
     def move(self, move: Move) -> Packed:
         return Packed(move(self.codes), move(self.scales), signed=self.signed)

@@ -23,7 +23,7 @@ class Part(NamedTuple):
     numbers: dict[str, Any]
     step: int
     group: int
-    after: tuple[Callable[[], None], ...] = ()  # what is to be done once they are updated
+    after: tuple[Callable[[], object], ...] = ()  # what is to be done once they are updated
 
 
 class Rule(Protocol):

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from naught.beside import Beside
 from naught.comm import Pending, Waits
+from naught.disk_side import Reading
 from naught.ferry import Arrival, Delivered
 from naught.folded import Folded
 from naught.gradients import DeviceSum, Gradients, Sum
-from naught.home import Home, Reading, Types
+from naught.home import Home, Types
 from naught.layout import Layout, Span
 from naught.placement import Tier
 from naught.rounding import fold, unfold
@@ -38,10 +39,6 @@ class _Near(NamedTuple):
     def wait(self) -> None:
         self.arrive()
         self.into.copy_(self.shard)
-
-
-def _put_back(near: Tensor, place: Tensor) -> None:
-    place.copy_(near)
 
 
 class Segment:
@@ -162,7 +159,7 @@ class Segment:
             place = weights[slice(*cut.span)]
             near = place.to(total.device)
             part = self.kept.part(cut, near, total, whole=False)
-            yield part._replace(after=(*part.after, partial(_put_back, near, place)))
+            yield part._replace(after=(*part.after, partial(place.copy_, near)))
 
     def _due_unfolded(self, cuts: Sequence[Cut], weights: Tensor, rests: Tensor, total: Tensor) -> Iterator[Part]:
         """Masters are put together when it is their turn, and taken apart again behind it."""
@@ -242,9 +239,14 @@ class Segment:
         if not delayed:
             self.written()
 
+    @property
+    def behind(self) -> bool:
+        """Whether weights do not follow their last update yet."""
+        return self.beside is not None and self.beside.behind
+
     def catch_up(self) -> bool:
         """Have the weights follow an update that they did not follow at once; whether there was one."""
-        if self.beside is None or not self.beside.behind:
+        if self.beside is None or not self.behind:
             return False
         self.beside.behind = False
         self.written()

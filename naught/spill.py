@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from naught.streams import Slab
 
 __all__ = ["DISK", "Desk", "Room", "Spill", "Stored"]
 
+_ROOMS = "host rooms"  # a category of the meter
 DISK = "disk "  # what the meter's categories of disk space begin with
 _PAGE = 4096  # of which requests past the system's cache are multiples, and where they begin
 _FIXES = {
@@ -76,9 +78,6 @@ class Desk:
         self.own, self.nbytes = threading.local(), 0
 
 
-_ROOMS = "host rooms"  # a category of the meter
-
-
 class Spill:
     """A file of one rank. Any thread may read and write."""
 
@@ -108,22 +107,21 @@ class Spill:
                     raise
 
     def write(self, at: int, data: memoryview) -> None:
-        done = 0
         with telling("write to a file in", self.folder, _FIXES):
-            while done < len(data):
-                count = os.pwritev(self.handle, [data[done:]], at + done)
-                if count == 0:
-                    raise OSError(errno.EIO, "nothing was written")
-                done += count
+            self._move(os.pwritev, at, data, "nothing was written")
 
     def read(self, at: int, into: memoryview) -> None:
-        done = 0
         with telling("read from a file in", self.folder, _FIXES):
-            while done < len(into):
-                count = os.preadv(self.handle, [into[done:]], at + done)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file ends before the bytes that were asked for")
-                done += count
+            self._move(os.preadv, at, into, "the file ends before the bytes that were asked for")
+
+    def _move(self, call: Callable[[int, list[memoryview], int], int], at: int, data: memoryview, otherwise: str) -> None:
+        """To its end: a call may do a part of it."""
+        done = 0
+        while done < len(data):
+            count = call(self.handle, [data[done:]], at + done)
+            if count == 0:
+                raise OSError(errno.EIO, otherwise)
+            done += count
 
     def close(self) -> None:
         """Its bytes are nobody's any more."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from naught.comm import Group
-from naught.home import DiskSide
+from naught.disk_side import DiskSide
 from naught.layout import Layout, Span, intersect
 from naught.moments import Held, Packed, Wide
 from naught.rules import Hyper, Part, Rule

@@ -13,12 +13,13 @@ from naught.comm import Group
 from naught.comm.launch import find_seat, local_ranks
 from naught.config import Config, placement_of
 from naught.devices import free_host_bytes, room_on
+from naught.disk_side import DiskSide
 from naught.ferry import Ferry
 from naught.file_errors import telling
 from naught.flat import Meter
 from naught.formulas import SMALL_MOMENT, Recipe
 from naught.holding import TILE_STEP
-from naught.home import DiskSide, HostSide
+from naught.home import HostSide
 from naught.host_crew import HostCrew, cores_of
 from naught.job import Job
 from naught.machine import detect

@@ -105,7 +105,7 @@ class Unit:
     @property
     def behind(self) -> bool:
         """Whether weights do not follow their last update yet."""
-        return any(segment.beside is not None and segment.beside.behind for segment in self.trained)
+        return any(segment.behind for segment in self.trained)
 
     def catch_up(self) -> bool:
         """Have the weights follow an update that they did not follow at once; whether there was one."""

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from naught.disk_side import DiskSide
 from naught.errors import UsageError
 from naught.flat import Flat
 from naught.guard import Guard
 from naught.holding import Buffer
-from naught.home import DiskSide, Home, Types
+from naught.home import Home, Types
 from naught.husks import Husks
 from naught.layout import Layout
 from naught.shelves import DeviceShelf, Shelf

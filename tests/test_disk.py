@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from menagerie import MODELS
-from test_offload import BF16, FP16, HOST, ON_GPU, SMALL
+from test_offload import BF16, HOST, NARROW, ON_GPU, SMALL
+from test_offload import SELECTION as OFFLOADED
 from test_parity import EVERYTHING, SOAK, assert_ranks_agree
 from training import (
     DEVICE,
@@ -73,22 +74,10 @@ def test_training_is_the_same_with_states_on_disk(two, name, tmp_path):
         assert far == two.run(train, name, stage, clip=0.5, **SPREAD, **near_of(place)), place
 
 
-SELECTION = [
-    ("plain", 1, 3, 0.5, "both", BF16),
-    ("tied", 3, 3, 0.5, "optim", FP16),
-    ("frozen", 2, 1, 0.0, "both", BF16),
-    ("lora", 2, 3, 0.5, "param", BF16),
-    ("checkpoint_reentrant", 1, 1, 0.5, "stage1", SMALL),
-    ("checkpoint_non_reentrant", 3, 3, 0.0, "param-only", SMALL),
-    ("block_used_twice", 2, 3, 0.5, "stage3", SMALL),
-    ("unused_parameters", 2, 3, 0.5, "both", FP16),
-    ("block_skipped_on_one_rank", 3, 1, 0.5, "both", SMALL),
-    ("experts_by_rank_and_batch", 4, 3, 0.0, "optim", {}),
-    ("uneven_sizes_and_users_hooks", 4, 3, 0.5, "both", {}),
-    ("convolution", 3, 3, 0.0, "param-only", {}),
-    ("plain", 2, 3, 0.5, "some", BF16),
-    ("plain", 2, 1, 0.5, "stage2", BF16 | {"naught": {"wide_gradients": False}}),
-]
+# The models, ranks, micro-batches and precisions of offload, each with a place of its own.
+_PLACES = ["both", "optim", "both", "param", "stage1", "param-only", "stage3", "both", "both", "optim", "both", "param-only"]
+SELECTION = [(*case[:4], place, case[5]) for case, place in zip(OFFLOADED, _PLACES, strict=False)]
+SELECTION += [("plain", 2, 3, 0.5, "some", BF16), ("plain", 2, 1, 0.5, "stage2", NARROW)]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from naught import showing
-from naught.advice import POOLED, Advice, advise
+from naught.advice import Advice, advise
 from naught.cli.files import write_new
+from naught.cli.plan_file import Wanted, document_of
 from naught.errors import UsageError
 from naught.estimate import Forecast, forecast
 from naught.formulas import recipe
@@ -19,7 +20,7 @@ from naught.job import Checkpointing, Job, transformer_activations
 from naught.machine import Machine, detect, parse_gpu
 from naught.model_names import parse_model
 from naught.papers import TABLES
-from naught.placement import PLACEMENTS, Place, Placement, Tier
+from naught.placement import Place, Placement
 from naught.presets import PRESETS
 from naught.quantity import parse_bytes, show_bytes, show_count
 from naught.shapes import Model, Run
@@ -301,7 +302,8 @@ def _write(options: argparse.Namespace, advice: Advice, question: _Question) -> 
         raise UsageError("nothing fits, so nothing was written", fix="name one with --placement to write it all the same")
     from naught.config import load
 
-    document = _document(row, question, options.nvme_path)
+    wanted = Wanted(question.machine, question.job, question.dtype, question.optimizer, options.nvme_path)
+    document = document_of(row, wanted)
     load(document)  # what is written here must be what is accepted there
     text = json.dumps(document, indent=2) + "\n"
     if options.write == "-":
@@ -309,54 +311,3 @@ def _write(options: argparse.Namespace, advice: Advice, question: _Question) -> 
         return
     write_new(options.write, text)
     print(f"wrote {options.write} for {row.name}", file=sys.stderr)
-
-
-_DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
-
-
-_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {"type": "AdamW", "params": {"lr": 1e-4}},
-    "adam": {"type": "Adam", "params": {"lr": 1e-4}},
-    "lion": {"type": "Lion", "params": {"lr": 1e-5}},
-    "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
-    "sgd": {"type": "SGD", "params": {"lr": 1e-2}},
-    "sgd-momentum": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
-}
-
-
-def _document(row: Forecast, question: _Question, nvme_path: str) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": question.job.micro_batch,
-        "gradient_accumulation_steps": question.job.accumulation,
-        "gradient_clipping": 1.0,
-        "optimizer": _OPTIMIZERS[question.optimizer],
-    }
-    if question.dtype != "fp32":
-        document[question.dtype] = {"enabled": True}
-    ours: dict[str, Any] = {}
-    if row.name == POOLED:
-        document["zero_optimization"] = {"stage": 3}
-        # What it was planned for; on a machine that has more, a pool without limits would be another one.
-        limits = {"gpu_memory": question.machine.gpu.memory_bytes, "host_memory": question.machine.host_for_states}
-        ours |= {name: nbytes for name, nbytes in limits.items() if nbytes}
-        ours |= {"placement": POOLED} | ({"nvme_path": nvme_path} if row.total(Tier.DISK) else {})
-    else:
-        document["zero_optimization"] = _zero(PLACEMENTS[row.name], nvme_path)
-        if PLACEMENTS[row.name].grad.tier is Tier.DISK:
-            ours["gradients"] = "disk"
-    if row.tiles > 1:
-        ours["tiles"] = row.tiles
-    if row.checkpointing is Checkpointing.HOST:
-        document["activation_checkpointing"] = {"cpu_checkpointing": True}
-    return document | ({"naught": ours} if ours else {})
-
-
-def _zero(placement: Placement, nvme_path: str) -> dict[str, Any]:
-    splits = (placement.param.split, placement.grad.split, placement.optim.split)
-    zero: dict[str, Any] = {"stage": sum(splits)}
-    for key, place in (("offload_optimizer", placement.optim), ("offload_param", placement.param)):
-        if place.tier is not Tier.DEVICE:
-            zero[key] = {"device": _DEVICES[place.tier]}
-            if place.tier is Tier.DISK:
-                zero[key]["nvme_path"] = nvme_path
-    return zero
