@@ -163,11 +163,12 @@ class Trained(NamedTuple):
     report: Callable[[], Mapping[str, Any]] = dict
 
 
-def _print_one(task: Mapping[str, Any]) -> None:
+def _print_one(task: dict[str, Any]) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what systems print does not get between
+    trace = task.pop("trace")
     try:
-        record = _measure(Row(task["system"], Shape(**task["shape"]), task["steps"], task["cap_gib"]), task["trace"])
+        record = _measure(Row(**task | {"shape": Shape(**task["shape"])}), trace)
     except BaseException as error:
         traceback.print_exc()
         record = {"system": task["system"], "error": f"{type(error).__name__}: {str(error)[:400]}"}

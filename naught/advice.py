@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from naught.estimate import Category, Forecast, forecast
 from naught.job import ActivationBytes, Checkpointing, Job, transformer_activations
 from naught.machine import Machine
-from naught.placement import PLACEMENTS, Tier, place_stage
+from naught.placement import PLACEMENTS, Kind, Tier, place_stage
 from naught.presets import gpt_of_count
 from naught.shapes import Model, Run
-from naught.sizes import PlacedRun, resting_bytes
+from naught.sizes import PlacedRun, resting_bytes, resting_of
 
 __all__ = ["POOLED", "Advice", "advise", "best_forecast", "largest_numel", "pool"]
 
@@ -171,17 +172,21 @@ _POOL = tuple(
 )
 
 
-def pool(runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, *, automatic: bool = True) -> list[PlacedRun]:
-    """Use the device, the host and the disk as one memory: each unit's states go to the nearest tier with room.
+def pool(
+    runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, *, automatic: bool = True, tiles: bool = True
+) -> list[PlacedRun]:
+    """Use the device, the host and the disk as one memory: each unit's states go to the nearest tier with room. Without `tiles`
+    units are gathered as they are.
 
-    More states on the device mean less work for the CPU; more weights on the device mean less traffic. Both ends
-    are tried, and so is one placement for all; the fastest that fits is taken.
+    More states on the device mean less work for the CPU; more weights on the device, and more gradients on the host, mean
+    less traffic. Both ends are tried, and so is one placement for all; the fastest that fits is taken.
     """
-    room = _room(runs, activations, machine, job, automatic)
-    measure = partial(best_forecast, POOLED, activations=activations, machine=machine, job=job, automatic=automatic)
-    plainly = activations(job)
-    untiled = partial(forecast, POOLED, activations=plainly, machine=machine, job=job)
-    candidates = [_fill_up(runs, room, machine.ranks, job, untiled, keep_weights=keep) for keep in (True, False)]
+    room = _room(runs, activations, machine, job, automatic, tiles)
+    untiled = partial(forecast, POOLED, activations=activations(job), machine=machine, job=job)
+    tiled = partial(best_forecast, POOLED, activations=activations, machine=machine, job=job, automatic=automatic)
+    measure = tiled if tiles else untiled
+    kept = [dict(zip(_KEPT, keep, strict=True)) for keep in product((True, False), repeat=len(_KEPT))]
+    candidates = [_fill_up(runs, room, machine.ranks, job, untiled, keep) for keep in kept]
     candidates += [[PlacedRun(run, placement) for run in runs] for placement in _POOL]
     best: tuple[float, list[PlacedRun]] | None = None
     for placed in candidates:
@@ -193,7 +198,9 @@ def pool(runs: Sequence[Run], activations: Activations, machine: Machine, job: J
     return best[1] if best else candidates[-1]
 
 
-def _room(runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, automatic: bool) -> dict[Tier, int]:
+def _room(
+    runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, automatic: bool, tiled: bool
+) -> dict[Tier, int]:
     """What a tier has left for states at rest once activations and the units in use have theirs."""
     empty = [PlacedRun(Run("nothing", 0), _POOL[0])]
     plain = best_forecast(POOLED, empty, activations, machine, job, automatic=automatic)
@@ -211,7 +218,7 @@ def _room(runs: Sequence[Run], activations: Activations, machine: Machine, job: 
 
     # Tiles small enough that the units in use leave half of the device.
     tiles = 1
-    while passing(Tier.DEVICE, 1) / tiles > machine.capacity(Tier.DEVICE) / 2 and tiles < _MOST_TILES:
+    while tiled and passing(Tier.DEVICE, 1) / tiles > machine.capacity(Tier.DEVICE) / 2 and tiles < _MOST_TILES:
         tiles *= 2
     return {tier: machine.capacity(tier) - passing(tier, tiles) for tier in Tier}
 
@@ -222,44 +229,51 @@ def _fill_up(
     world: int,
     job: Job,
     measure: Callable[[Sequence[PlacedRun]], Forecast],
-    *,
-    keep_weights: bool,
+    keep: Mapping[Tier, bool],
 ) -> list[PlacedRun]:
     """Fill the device as far as its forecast allows: what rests there and what passes are not there at the same time."""
     device = room[Tier.DEVICE]
-    best: list[PlacedRun] | None = None
+    tried: list[tuple[bool, int, list[PlacedRun]]] = []  # whether it is too much, what it leaves, and how
     for _ in range(_TRIES):
-        placed = _fill(runs, {**room, Tier.DEVICE: device}, world, job, keep_weights=keep_weights)
+        placed = _fill(runs, {**room, Tier.DEVICE: device}, world, job, keep)
         found = measure(placed)
         left = found.capacity[Tier.DEVICE] - found.total(Tier.DEVICE)
-        if best is not None and (left < 0 or placed == best):
-            break
-        best = placed
+        tried.append((left < 0, abs(left), placed))
         device += left
-    assert best is not None
-    return best
+    return min(tried, key=lambda row: row[:2])[2]
 
 
-def _fill(runs: Sequence[Run], room: dict[Tier, int], world: int, job: Job, *, keep_weights: bool) -> list[PlacedRun]:
-    """Give each unit the first placement for which there is room. `keep_weights` leaves room on the device for the
-    weights of all units before it takes any states in."""
+# What a tier may leave room for, of all units, before it takes any states in.
+_KEPT = {Tier.DEVICE: Kind.PARAM, Tier.HOST: Kind.GRAD}
+
+
+def _fill(runs: Sequence[Run], room: dict[Tier, int], world: int, job: Job, keep: Mapping[Tier, bool]) -> list[PlacedRun]:
+    """Give each unit the first placement for which there is room. A tier that is to keep room for something does."""
     placed: list[PlacedRun] = []
-    weights_to_come = sum(run.numel * run.repeat for run in runs) // world * job.recipe.weight
+    kept = {run: {tier: _kept(tier, run, world, job) if keep[tier] else 0 for tier in _KEPT} for run in runs}
+    to_come = {tier: sum(kept[run][tier] * run.repeat for run in runs) for tier in _KEPT}
     for run in runs:
         left = run.repeat
-        weights = -(-run.numel // world) * job.recipe.weight
         for placement in _POOL:
             need = resting_bytes(run._replace(repeat=1), placement, world, job)
             fitting = {tier: room[tier] // nbytes for tier, nbytes in need.items() if nbytes}
-            if keep_weights and placement == _POOL[0]:
-                fitting[Tier.DEVICE] = (room[Tier.DEVICE] - weights_to_come) // max(1, need[Tier.DEVICE] - weights)
+            for tier in to_come:
+                if need[tier] > kept[run][tier]:
+                    fitting[tier] = (room[tier] - to_come[tier]) // (need[tier] - kept[run][tier])
             count = max(0, min(left, *fitting.values()))
             if count:
                 placed.append(PlacedRun(run._replace(repeat=count), placement))
                 left -= count
-                weights_to_come -= weights * count
                 for tier, nbytes in need.items():
                     room[tier] -= nbytes * count
         if left:
             placed.append(PlacedRun(run._replace(repeat=left), _POOL[-1]))
+        for tier in _KEPT:
+            to_come[tier] -= kept[run][tier] * run.repeat
     return placed
+
+
+def _kept(tier: Tier, run: Run, world: int, job: Job) -> int:
+    """What a unit has of what a tier keeps room for."""
+    there = next(placement for placement in _POOL if placement.of(_KEPT[tier]).tier is tier and placement.optim.tier is not tier)
+    return resting_of(_KEPT[tier], run._replace(repeat=1), there, world, job)

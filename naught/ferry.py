@@ -13,7 +13,7 @@ from torch import Tensor
 
 from naught.block_norms import norms_of
 from naught.flat import Meter
-from naught.holding import SLOT_NUMEL, STAGING_SLOTS, STRETCH_NUMEL, Buffer
+from naught.holding import SLOT_NUMEL, STRETCH_NUMEL, Buffer, staging_slots
 from naught.rounding import Rounds
 from naught.streams import Lane, Point, here
 
@@ -45,7 +45,7 @@ class Ferry:
         self.device, self.down, self.up = device, Lane(device), Lane(device)
         self.apart = device.type != "cpu"  # else all memory is one, and nothing is staged
         numel = min(SLOT_NUMEL, largest_numel)  # of 32 bits; of 16 as many again
-        self.slots = [_Slot(numel, device) for _ in range(STAGING_SLOTS - 1 if self.apart else 0)]
+        self.slots = [_Slot(numel, device) for _ in range(staging_slots(largest_numel) - 1 if self.apart else 0)]
         self.landing = _Slot(numel, device) if self.apart else None  # for what comes up and is cast
         self.lock = threading.Lock()  # around the landing
         staged = [*self.slots, *([self.landing] if self.landing else [])]

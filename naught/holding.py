@@ -17,7 +17,6 @@ from naught.steps import Placements, Sizes, Step, UnitBytes, Verb
 __all__ = [
     "LIVES",
     "SLOT_NUMEL",
-    "STAGING_SLOTS",
     "STRETCH_NUMEL",
     "TILE_STEP",
     "Buffer",
@@ -27,16 +26,23 @@ __all__ = [
     "room_bytes",
     "simulate",
     "staging_bytes",
+    "staging_slots",
 ]
 
 # What is reckoned on a device is reckoned in stretches of so many elements; what goes between it and the host goes through slots
-# of so many elements of 32 bits each, and so many of them.
-STRETCH_NUMEL, SLOT_NUMEL, STAGING_SLOTS = 1 << 23, 1 << 24, 4
+# of so many elements of 32 bits each.
+STRETCH_NUMEL, SLOT_NUMEL = 1 << 23, 1 << 24
+_LEAST_SLOTS, _MOST_SLOTS = 4, 16
+
+
+def staging_slots(largest_numel: int) -> int:
+    """Room for the largest part that goes down, so that the device goes on while it does; a slot more, and one to come up."""
+    return min(max(-(-largest_numel // SLOT_NUMEL) + 2, _LEAST_SLOTS), _MOST_SLOTS)
 
 
 def staging_bytes(largest_numel: int) -> int:
     """Of all slots, where the largest part that travels has so many elements."""
-    return STAGING_SLOTS * min(SLOT_NUMEL, largest_numel) * 4
+    return staging_slots(largest_numel) * min(SLOT_NUMEL, largest_numel) * 4
 
 
 def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int) -> int:

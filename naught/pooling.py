@@ -37,7 +37,7 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> list[Placement]:
     """Use the device and the host as one memory: the states of each unit go to the nearest tier with room. The first ones of the
     forward stay on the device, where they are updated at once, and the host has time for the rest."""
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    placed = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False)
+    placed = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
     found = [placement for run, placement in placed for _ in range(run.repeat)]
     astray = any(placement.grad.tier is Tier.DISK for placement in found)  # the engine sums gradients on the host
     if astray or not _forecast(placed, limits).fits:

@@ -69,7 +69,7 @@ def _state(placement: Placement, job: Job) -> float:
     recipe = job.recipe
     if placement.optim.tier is Tier.HOST:
         return recipe.moments + _MASTER + (job.kept_host_grad if placement.grad.tier is Tier.DEVICE else 0)
-    if recipe.master == 2 and placement.param.tier is not Tier.DEVICE:
+    if recipe.master == 2 and not (placement.param.tier is placement.optim.tier is Tier.DEVICE):
         return recipe.moments + _MASTER  # weights and rests are a master only side by side
     sunk = recipe.master == 0 and Tier.DISK in (placement.optim.tier, placement.param.tier)  # nothing is updated there
     return recipe.state + (_MASTER if sunk else 0)

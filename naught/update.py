@@ -16,7 +16,7 @@ from naught.block_norms import in_order
 from naught.comm import Group
 from naught.errors import UsageError
 from naught.husks import Husks, check_husks, untouched
-from naught.rules import Part
+from naught.rules import Part, Rule
 from naught.segment import Segment
 from naught.spill import Stored
 from naught.stash import HostSum
@@ -29,6 +29,7 @@ __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
 _HOST_BYTES = 1 << 24  # of gradients that a thread updates at a time on the host: with less, threads wait for each other's Python
+_HOT_NUMEL = 1 << 19  # of a gradient that is changed before it is used: it stays in the processor's cache between
 
 
 class Norm(NamedTuple):
@@ -162,16 +163,15 @@ Flags = dict[Segment, list[bool]]
 
 
 def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimits, *, coefficient: float, delayed: bool) -> None:
-    """Update what this rank owns. On the host that goes on beside everything else, a unit at a time in the order in which the
-    next forward needs them. On the device a batch of units is in each call of the rule, and new weights travel beside the
-    next batch."""
+    """Update what this rank owns. On the host that goes on beside everything else, a unit at a time. On the device a batch of
+    units is in each call of the rule, and new weights travel beside the next batch."""
     due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
     caught_up = [unit for unit in units if unit.catch_up()]  # also what is not used in this step
     units = [unit for unit in units if any(segment in due for segment in unit.trained)]
     courier = _Courier(limits)
     remote = [unit for unit in units if unit.remote]
     delayed = delayed and how.rule.defers
-    for segment in (segment for unit in remote for segment in unit.trained if segment in due):
+    for segment in (segment for unit in _in_turn(remote) for segment in unit.trained if segment in due):
         _update_beside(segment, how, due[segment], coefficient, delayed=delayed)
     renewed = caught_up if delayed else list(dict.fromkeys([*remote, *caught_up]))
     _tell_autograd(renewed)
@@ -187,6 +187,12 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
         _tell_autograd(changed)
         courier.send(changed)
     courier.arrive()
+
+
+def _in_turn(units: Sequence[Unit]) -> Sequence[Unit]:
+    """As the next forward needs them, but for the last one: its gradients are the first that are there, and while it is updated
+    those of the first unit come down. It is often large, too, and what ends an update has to come up before anything goes on."""
+    return [*units[-1:], *units[:-1]]
 
 
 def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float, *, delayed: bool) -> None:
@@ -207,9 +213,10 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
 
     def update_piece(at: int) -> None:
         arrived.wait()
-        part = states.part(cuts[at], masters, home)
-        wide = part.grads if part.grads.dtype == torch.float32 else crew.scratch(part.grads.numel()).copy_(part.grads)
-        _take([part._replace(grads=wide)], how, coefficient)
+        for part in _hot(states.part(cuts[at], masters, home), how.rule, coefficient):
+            narrow = part.grads.dtype != torch.float32
+            wide = crew.scratch(part.grads.numel()).copy_(part.grads) if narrow else part.grads
+            _take([part._replace(grads=wide)], how, coefficient)
 
     if how.rule.defers:
         segment.update_beside(len(cuts), update_piece, delayed=delayed)
@@ -218,6 +225,18 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
     for at in range(len(cuts)):
         update_piece(at)
     segment.written()
+
+
+def _hot(part: Part, rule: Rule, coefficient: float) -> Iterator[Part]:
+    """So little of it at a time that what is widened or scaled has not left the processor's cache when it is used."""
+    if rule.apart or (part.grads.dtype == torch.float32 and coefficient == 1.0):
+        yield part
+        return
+    pieces = [torch.split(tensor, _HOT_NUMEL) for tensor in (part.weights, part.grads, *part.states.values())]
+    last = len(pieces[0]) - 1
+    for at, (weights, grads, *states) in enumerate(zip(*pieces, strict=True)):
+        values = dict(zip(part.states, states, strict=True))
+        yield part._replace(weights=weights, grads=grads, states=values, after=part.after if at == last else ())
 
 
 def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> None:
