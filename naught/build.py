@@ -89,6 +89,7 @@ _HEEDED = (
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_model_persistence_threshold",
     "naught.nvme_path",
+    "naught.gradients",
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
     "naught.small_masters",
@@ -111,8 +112,6 @@ def refuse_what_is_not_there_yet(config: Config) -> None:
     """A key that would change the result or ask for more than there is yet is refused, not ignored."""
     if config.auto:
         raise UsageError(f'"auto" is left in {", ".join(sorted(config.auto))}', fix="give values; nobody has filled them in")
-    if placement_of(config).grad.tier is Tier.DISK:
-        raise UsageError("naught.gradients: the engine keeps no gradients on disk yet", fix='set it to "host"')
     asked = [note.path for note in check(to_document(config)).notes if note.effect is Effect.HONOURED]
     defaults = {keys.plain_path(entry.path): entry.info.default for entry in keys.entries()}
     unheeded = [path for path in asked if not _is_heeded(path) and _value(config, path) != defaults.get(path)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -12,7 +12,7 @@ from naught.streams import Point
 
 __all__ = ["DiskSide", "Reading"]
 
-_SHARDS = "host shards"  # a category of the meter: weights on their way from disk
+_SHARDS, _SUMS = "host shards", "host sums"  # categories of the meter: weights on their way from disk, gradients on theirs to it
 
 
 class Reading:
@@ -32,6 +32,8 @@ class DiskSide:
         self.folder, self.desk, self.crew = folder, desk, crew
         self.spills: dict[str, Spill] = {}
         self.idle: list[Reading] = []  # rooms for whole shards that nobody reads into
+        self.way: Room | None = None  # for a sum of gradients on its way down; None: none has needed one
+        self.writing: Future[None] | None = None  # what is in it, to disk
 
     def take(self, numel: int, dtype: torch.dtype, category: str) -> Stored:
         """Zeros that are held from here on."""
@@ -66,6 +68,33 @@ class DiskSide:
         reading.over = self.crew.ask(len(stored.tiles), read_tile)
         return reading
 
+    def way_down(self, nbytes: int) -> Room:
+        """A room for one sum of gradients on its way to disk, once the last one is there. There is one for all."""
+        if self.writing is not None:
+            wait([self.writing])
+            self.writing = None
+        if self.way is None or self.way.elements.nbytes < nbytes:
+            self._drop_way()
+            self.way = Room.make(nbytes, register=self.desk.register)
+            self.desk.meter.change(_SUMS, self.way.elements.nbytes)
+        return self.way
+
+    def _drop_way(self) -> None:
+        self.desk.meter.change(_SUMS, 0 if self.way is None else -self.way.elements.nbytes)
+        self.way = None
+
+    def write(self, stored: Stored, arrived: Point) -> Future[None]:
+        """Write all that is on its way down, once it has arrived there."""
+        room = self.way
+        assert room is not None
+
+        def write_tile(place: int) -> None:
+            arrived.wait()
+            stored.write_all(room, place)
+
+        self.writing = self.crew.ask(len(stored.tiles), write_tile)
+        return self.writing
+
     def close(self) -> None:
         """Once nothing rests there any more."""
         self.crew.stop()
@@ -74,4 +103,5 @@ class DiskSide:
         self.spills.clear()
         self.desk.meter.change(_SHARDS, -sum(reading.room.elements.nbytes for reading in self.idle))
         self.idle.clear()
+        self._drop_way()
         self.desk.close()

@@ -112,10 +112,11 @@ def forecast(
 
 
 def _rooms(placed: Sequence[PlacedRun], machine: Machine, job: Job) -> int:
-    """On the host, for tiles on their way between disk and update: masters, moments, and new weights."""
+    """On the host, for tiles on their way between disk and update: masters, moments, gradients, and new weights."""
     largest = max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
     updated = any(placement.optim.tier is Tier.DISK for _, placement in placed)
     sunk = any(placement.param.tier is Tier.DISK for _, placement in placed)
     moments = round(job.recipe.moments / 4)
-    kinds = (1 + moments + sunk) if updated else int(sunk)
+    summed = any(placement.grad.tier is Tier.DISK for _, placement in placed)
+    kinds = (1 + moments + sunk + summed) if updated else int(sunk)
     return room_bytes(largest, kinds, machine.disk_threads, machine.disk_request_bytes)

@@ -86,8 +86,8 @@ class Life(NamedTuple):
 _UPDATED = (Verb.UPDATE, Kind.OPTIM)
 LIVES: Mapping[Buffer, Life] = {
     Buffer.READ_WEIGHTS: Life(Tier.HOST, (Verb.READ, Kind.PARAM), ((Verb.GATHER, Kind.PARAM),), lambda size: size.weight_shard),
-    Buffer.READ_GRADS: Life(Tier.HOST, (Verb.READ, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard),
-    # A tile at a time, in rooms of a constant size: see `room_bytes`.
+    # A tile at a time, in rooms of a constant size: see `room_bytes`. Gradients that are added to are where they are stored from.
+    Buffer.READ_GRADS: Life(None, (Verb.READ, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard),
     Buffer.READ_STATES: Life(None, (Verb.READ, Kind.OPTIM), ((Verb.WRITE, Kind.OPTIM),), lambda size: size.state_shard),
     Buffer.LOADED_GRADS: Life(Tier.DEVICE, (Verb.LOAD, Kind.GRAD), (_UPDATED,), lambda size: size.grad_shard),
     Buffer.AHEAD: Life(

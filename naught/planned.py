@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from naught.accumulation import Accumulation
+from naught.disk_sum import DiskSum
 from naught.formulas import SMALL_MOMENT
 from naught.holding import Buffer, simulate
 from naught.optimizer import Optimizer
@@ -66,7 +67,10 @@ def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
             rest[updates + "states"] += of_moment * _moments(segment, optimizer)
             if segment.remote:
                 assert segment.home.host is not None
-                rest[HOST + "gradients"] += segment.grads.owned_bytes * segment.home.host.rooms
+                if isinstance(segment.grads.owned, DiskSum):
+                    rest[DISK + "gradients"] += segment.grads.owned.stored.nbytes
+                else:
+                    rest[HOST + "gradients"] += segment.grads.owned_bytes * segment.home.host.rooms
             hosts |= {segment.home.host} - {None}
     rest[Buffer.STAGING.value] = sum(host.ferry.nbytes for host in hosts if host is not None)
     return dict(rest)

@@ -39,8 +39,7 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> list[Placement]:
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
     placed = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
     found = [placement for run, placement in placed for _ in range(run.repeat)]
-    astray = any(placement.grad.tier is Tier.DISK for placement in found)  # the engine sums gradients on the host
-    if astray or not _forecast(placed, limits).fits:
+    if not _forecast(placed, limits).fits:
         all_on_host = _forecast([PlacedRun(run, PLACEMENTS["infinity-host"]) for run in units], limits)
         raise PlacementError(
             f"the model does not fit; if all of its states were on the host, {_needs(all_on_host)}",

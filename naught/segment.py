@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from naught.beside import Beside
 from naught.comm import Pending, Waits
 from naught.disk_side import Reading
+from naught.disk_sum import DiskSum
 from naught.ferry import Arrival, Delivered
 from naught.folded import Folded
 from naught.gradients import DeviceSum, Gradients, Sum
@@ -80,7 +81,10 @@ class Segment:
             assert home.host is not None
             crew = home.host.crew if disk is None else disk.crew
             self.beside = Beside(crew, home.host.ferry, types.rounds)
-            owner = HostSum(owned.numel, types.grads, home.host.ferry, home.host.shelf, home.host.rooms)
+            if placement.grad.tier is Tier.DISK:
+                owner = DiskSum(owned.numel, types.grads, home)
+            else:
+                owner = HostSum(owned.numel, types.grads, home.host.ferry, home.host.shelf, home.host.rooms)
         self.grads = Gradients(params, layout, types.grads, home, owner)
         self.reading: Reading | None = None  # its slice, on its way from disk
 
@@ -221,7 +225,7 @@ class Segment:
     def update_on_disk(self, pieces: int, do: Callable[[int], None]) -> None:
         """Have it updated tile by tile; each puts new weights where they rest."""
         assert self.beside is not None
-        assert isinstance(self.grads.owned, HostSum)
+        assert isinstance(self.grads.owned, HostSum | DiskSum)
         if self.weights.stored is not None:
             self.weights.stored.will_change()
         over = self.beside.update(pieces, do)

@@ -228,8 +228,14 @@ class Stored:
 
     def read_all(self, room: Room, place: int) -> None:
         """One of its tiles, to where it belongs in a room for all of them."""
-        tile = self.tiles[place]
-        self.read(place, room.behind(tile.at - self.tiles[0].at))
+        self.read(place, self._own(room, place))
+
+    def write_all(self, room: Room, place: int) -> None:
+        """One of its tiles, from there."""
+        self.write(place, self._own(room, place))
+
+    def _own(self, room: Room, place: int) -> Room:
+        return room.behind(self.tiles[place].at - self.tiles[0].at)
 
 
 def _padded(nbytes: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, wait
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,8 +12,26 @@ from naught.block_norms import norms_of
 from naught.ferry import Ferry, Sent
 from naught.home import GradTypes
 from naught.shelves import Shelf
+from naught.spill import Room
+from naught.streams import Point
 
 __all__ = ["HostSum"]
+
+
+class _OnHost(NamedTuple):
+    """A sum as an update finds it: where it is, and when it is there."""
+
+    home: Tensor
+    arrived: Point
+
+    def tile(self, place: int, span: slice, room: Callable[[], Room]) -> Tensor:
+        del place, room
+        self.arrived.wait()
+        return self.home[span]
+
+    def whole(self) -> Tensor:
+        self.arrived.wait()
+        return self.home
 
 
 class _Room:
@@ -40,6 +60,10 @@ class HostSum:
     @property
     def home(self) -> Tensor:
         return self.rooms[0].memory
+
+    def due(self) -> _OnHost:
+        assert self.sent is not None
+        return _OnHost(self.home, self.sent.arrived)
 
     def read_by(self, reader: Future[None]) -> None:
         """An update may read what is here also when it is dropped; the next sum comes to the next room."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,18 +12,27 @@ from naught.layout import Span
 from naught.placement import Tier
 from naught.rules import Part
 from naught.segment import Segment
-from naught.spill import Stored
+from naught.spill import Room, Stored
 from naught.states import Cut
-from naught.streams import Point, here
+from naught.streams import here
 
-__all__ = ["TileUpdate"]
+__all__ = ["Due", "TileUpdate"]
+
+
+class Due(Protocol):
+    """A sum of gradients that waits for its update."""
+
+    def tile(self, place: int, span: slice, room: Callable[[], Room]) -> Tensor:
+        """What belongs to a tile, once it is there; where it has to be read, into a room."""
+
+    def whole(self) -> Tensor: ...
 
 
 class TileUpdate:
     """One update of a segment. `take` applies the rule to parts."""
 
-    def __init__(self, segment: Segment, grads: Tensor, arrived: Point, take: Callable[[Sequence[Part]], None]) -> None:
-        self.segment, self.grads, self.arrived, self.take = segment, grads, arrived, take
+    def __init__(self, segment: Segment, due: Due, take: Callable[[Sequence[Part]], None]) -> None:
+        self.segment, self.due, self.take = segment, due, take
         self.began = here(segment.home.device)
         master = segment.kept.master
         assert isinstance(master, Stored)
@@ -39,7 +49,6 @@ class TileUpdate:
         return [list(rows) for _, rows in groupby(divided, key=lambda cut: cut.span.start // each)]
 
     def do(self, cuts: Sequence[Cut]) -> None:
-        self.arrived.wait()
         each = self.master.desk.tile_numel
         places = range(cuts[0].span.start // each, -(-cuts[-1].span.stop // each))
         if len(places) > 1:
@@ -49,10 +58,11 @@ class TileUpdate:
 
     def _do_one(self, place: int, cuts: Sequence[Cut]) -> None:
         """Read a tile of everything, update what is due in it, and write it back."""
-        desk, start = self.master.desk, self.master.tiles[place].span.start
+        desk, span = self.master.desk, self.master.tiles[place].span
+        grads = self.due.tile(place, span, lambda: desk.room(2 + len(self.moments)))
         weights = self.master.read(place, desk.room(0))
         moments = {name: stored.read(place, desk.room(1 + at)) for at, (name, stored) in enumerate(self.moments.items())}
-        self.take([self._part(cut, start, weights, moments) for cut in cuts])
+        self.take([self._part(cut, span.start, weights, grads, moments) for cut in cuts])
         self.master.write(place, desk.room(0))
         for at, stored in enumerate(self.moments.values()):
             stored.write(place, desk.room(1 + at))
@@ -60,9 +70,9 @@ class TileUpdate:
 
     def _do_all(self, cuts: Sequence[Cut]) -> None:
         """The same with all tiles in memory at once."""
-        weights = self.master.whole()
+        weights, grads = self.master.whole(), self.due.whole()
         moments = {name: stored.whole() for name, stored in self.moments.items()}
-        self.take([self._part(cut, 0, weights, moments) for cut in cuts])
+        self.take([self._part(cut, 0, weights, grads, moments) for cut in cuts])
         for stored in (self.master, *self.moments.values()):
             stored.written()
             stored.will_change()
@@ -70,12 +80,12 @@ class TileUpdate:
             room = self.master.desk.room(0).of(tile.span.stop - tile.span.start, weights.dtype)
             self._deliver(place, room.copy_(weights[tile.span]))
 
-    def _part(self, cut: Cut, start: int, weights: Tensor, moments: dict[str, Tensor]) -> Part:
+    def _part(self, cut: Cut, start: int, weights: Tensor, grads: Tensor, moments: dict[str, Tensor]) -> Part:
         """A cut of tensors that begin at an element."""
         inside = slice(cut.span.start - start, cut.span.stop - start)
         values = {name: moment[inside] for name, moment in moments.items()}
         numbers = self.segment.kept.numbers[cut.first]
-        return Part(weights[inside], self.grads[slice(*cut.span)], values, numbers, cut.step, cut.group)
+        return Part(weights[inside], grads[inside], values, numbers, cut.step, cut.group)
 
     def _deliver(self, place: int, weights: Tensor) -> None:
         """New weights of a tile go to where weights rest."""

@@ -14,6 +14,7 @@ import torch
 
 from naught.block_norms import in_order
 from naught.comm import Group
+from naught.disk_sum import DiskSum
 from naught.errors import UsageError
 from naught.husks import Husks, check_husks, untouched
 from naught.rules import Part, Rule
@@ -243,13 +244,12 @@ def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coeff
     """Have a segment updated whose states rest on disk: each tile is read, updated, and written by one thread, and while one
     waits for the disk others work."""
     stash, beside = segment.grads.owned, segment.beside
-    assert isinstance(stash, HostSum)
-    assert stash.sent is not None
+    assert isinstance(stash, HostSum | DiskSum)
     assert beside is not None
     if segment.kept.lacks(how):
         beside.wait()
     cuts = segment.kept.cuts(how, used)
-    update_tile = TileUpdate(segment, stash.home, stash.sent.arrived, partial(_take, how=how, coefficient=coefficient))
+    update_tile = TileUpdate(segment, stash.due(), partial(_take, how=how, coefficient=coefficient))
     pieces = update_tile.pieces(cuts, apart=how.rule.apart)
     if how.rule.defers:
         segment.update_on_disk(len(pieces), lambda at: update_tile.do(pieces[at]))

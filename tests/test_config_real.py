@@ -150,7 +150,7 @@ def test_habits_of_older_tools_load():
     assert load({"fp32_allreduce": False}).communication_data_type is None
     assert load({"fp16": {"fp16": True, "enabled": True}}).fp16.enabled
     assert load({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 5}}}).gradient_clipping == 5
-    assert load({**z3, "naught": {"gradients": "disk", "nvme_path": "auto"}}).auto == {"naught.nvme_path"}
+    assert load({**z3, "naught": {"placement": "pooled", "gradients": "disk", "nvme_path": "auto"}}).auto == {"naught.nvme_path"}
     assert load('{"//": "one remark", "//": "another", "_x": 1, "_x": 2}') == load({})
     assert load({"pipeline": {"stages": "auto", "activation_checkpoint_interval": 0}})
 

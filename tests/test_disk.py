@@ -32,7 +32,13 @@ from training import (
 from naught import initialize
 from naught.errors import ConfigError, NaughtError, PlacementError, StorageError
 from naught.flat import Meter
-from naught.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from naught.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 from naught.spill import Desk, Room, Spill, Stored
 
 FLIPS, KILLS = (5_000, 500) if SOAK else (500, 50)
@@ -47,6 +53,8 @@ def places(folder: str) -> dict[str, tuple[int, dict]]:
         "stage3": (3, {"offload_optimizer": disk}),
         "optim": (3, {"offload_optimizer": disk, "offload_param": HOST}),
         "both": (3, {"offload_optimizer": disk, "offload_param": below}),
+        "all": (3, {"offload_optimizer": disk, "offload_param": below, "gradients": "disk"}),
+        "gradients": (2, {"offload_optimizer": disk, "gradients": "disk"}),
         "some": (3, {"offload_optimizer": disk, "offload_param": below | {"max_in_cpu": 10_000}}),
         "param": (3, {"offload_optimizer": HOST, "offload_param": below}),
         "param-only": (3, {"offload_param": below}),
@@ -67,7 +75,7 @@ TINY_TILES = {"aio": {"block_size": 4096 * 4}}  # several tiles in a unit
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_the_same_with_states_on_disk(two, name, tmp_path):
-    for place in places("") if SOAK else ("stage2", "both"):
+    for place in places("") if SOAK else ("stage2", "all"):
         stage, zero = places(str(tmp_path))[place]
         far = two.run(train, name, stage, clip=0.5, more=TINY_TILES, **SPREAD, **zero)
         assert_ranks_agree([far])
@@ -75,7 +83,7 @@ def test_training_is_the_same_with_states_on_disk(two, name, tmp_path):
 
 
 # The models, ranks, micro-batches and precisions of offload, each with a place of its own.
-_PLACES = ["both", "optim", "both", "param", "stage1", "param-only", "stage3", "both", "both", "optim", "both", "param-only"]
+_PLACES = ["both", "all", "both", "param", "stage1", "param-only", "gradients", "all", "both", "all", "both", "param-only"]
 SELECTION = [(*case[:4], place, case[5]) for case, place in zip(OFFLOADED, _PLACES, strict=False)]
 SELECTION += [("plain", 2, 3, 0.5, "some", BF16), ("plain", 2, 1, 0.5, "stage2", NARROW)]
 
@@ -124,7 +132,7 @@ def bring_own(stage: int, zero: dict) -> tuple[list[float], str]:
 
 
 @pytest.mark.skipif(ON_GPU, reason="the host's kernel is not the device's")
-@pytest.mark.parametrize("place", ["stage1", "both"])
+@pytest.mark.parametrize("place", ["stage1", "all"])
 def test_an_optimizer_that_a_user_brings_works_from_disk(two, tmp_path, place):
     stage, zero = places(str(tmp_path))[place]
     assert two.run(bring_own, stage, zero) == two.run(bring_own, stage, {})
@@ -139,6 +147,9 @@ def write_between_steps(stage: int, zero: dict) -> tuple[list[float], str]:
             param.mul_(1.01)
     safe_set_full_fp32_param(first, torch.full(first.shape, 0.3, device=first.device))
     read = [safe_get_full_fp32_param(first).sum().item(), safe_get_full_optimizer_state(first, "exp_avg").sum().item()]
+    engine.backward(engine(batch_of(9, my_rank())))
+    safe_set_full_grad(first, safe_get_full_grad(first) * 2)
+    engine.step()
     engine.offload_states()
     engine.reload_states()
     return [*losses, *read, *take_steps(engine, 2, first=2)], digest_in_32_bits(engine)
@@ -169,7 +180,7 @@ def resume(place: str, folder: str, disk: str) -> tuple[str, list[float]]:
     return digest_in_32_bits(engine), take_steps(engine, 2, first=2)
 
 
-@pytest.mark.parametrize(("one", "other"), [("stage2", "device"), ("device", "both"), ("both", "optim"), ("optim", "param")])
+@pytest.mark.parametrize(("one", "other"), [("stage2", "device"), ("device", "all"), ("both", "optim"), ("optim", "param")])
 def test_a_checkpoint_of_one_tier_loads_on_another(worlds, tmp_path, one, other):
     disk, folder = str(tmp_path / "disk"), str(tmp_path / "saved")
     (saved,) = set(worlds[2].run(save, one, folder, disk))
@@ -301,10 +312,12 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     [
         ({"delay_update_after": 1}, "an update of states on disk brings its weights along"),
         ({"small_moments": True}, "moments of 8 bits rest on the device or the host"),
+        ({"gradients": "disk", "nvme_path": "/"}, "gradients would rest farther away than the optimizer states"),
     ],
 )
 def test_what_cannot_be_on_disk_is_told(tmp_path, changes, words):
-    config = config_of(2, offload_optimizer={"device": "nvme", "nvme_path": str(tmp_path)}) | {"naught": changes}
+    device = "cpu" if "gradients" in changes else "nvme"
+    config = config_of(2, offload_optimizer={"device": device, "nvme_path": str(tmp_path)}, more={"naught": changes})
     with pytest.raises(ConfigError, match=words):
         engine_of(MODELS["plain"](), config)
 
@@ -358,7 +371,7 @@ def fail_at(place: str, folder: str, at: int, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["EIO", "ENOSPC", "short"])
-@pytest.mark.parametrize("place", ["stage2", "both"])
+@pytest.mark.parametrize("place", ["stage2", "both", "all"])
 def test_a_call_that_fails_on_one_rank_is_an_error_on_all(two, tmp_path, place, what):
     told = 0
     for at in (1, 4, 9, 16) if not SOAK else range(1, 60):

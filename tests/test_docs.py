@@ -67,7 +67,7 @@ def test_the_planners_example_runs():
     shown = subprocess.run(
         [sys.executable, ROOT / "examples" / "plan_questions.py"], capture_output=True, text=True, timeout=240, check=True
     ).stdout
-    assert "recommended: stage2-offload" in shown
+    assert "recommended: pooled" in shown
     assert "20" in shown
     assert "the configuration text has 4 problems" in shown
 

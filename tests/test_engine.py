@@ -271,16 +271,8 @@ def test_destroy_gives_the_model_back_and_leaves_nothing_behind():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}},
-                "naught": {"gradients": "disk"},
-            },
-            "no gradients on disk yet",
-        ),
         ({"gradient_clipping": "auto"}, '"auto" is left in gradient_clipping'),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
-        ({"naught": {"gradients": "device"}}, "naught.gradients"),
     ],
 )
 def test_what_the_engine_cannot_do_yet_it_refuses(changes, words):

@@ -119,11 +119,12 @@ def test_the_working_set_is_that_of_the_whole_model(placed, ranks):
 
 
 def rooms_of(placed: list[PlacedRun], ranks: int) -> int:
-    """Tiles on their way from disk to an update and back: masters, two moments and weights, four times, and one more."""
-    updated, sunk = (any(place.of(kind).tier is Tier.DISK for _, place in placed) for kind in (Kind.OPTIM, Kind.PARAM))
+    """Tiles on their way from disk and back: masters, two moments, gradients and weights, four times, and one more."""
+    kinds_of = (Kind.OPTIM, Kind.PARAM, Kind.GRAD)
+    updated, sunk, summed = (any(place.of(kind).tier is Tier.DISK for _, place in placed) for kind in kinds_of)
     largest = max(pad(run.numel, ranks, ALIGN_NUMEL) for run, _ in placed) // ranks
     tile = min(4 * pad(largest, 1, 4096), 1 << 24)
-    kinds = 3 * updated + sunk
+    kinds = (3 + summed) * updated + sunk
     return tile * (4 * kinds + 1) if kinds else 0
 
 

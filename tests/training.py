@@ -34,8 +34,10 @@ def config_of(
     optimizer: str = "AdamW",
     params: Any = HYPER,
     more: Any = None,
+    gradients: str = "follow",
     **zero: Any,
 ) -> dict[str, Any]:
+    ours = {"gradients": gradients, **(more or {}).get("naught", {})}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -43,6 +45,7 @@ def config_of(
         "optimizer": {"type": optimizer, "params": params},
         "zero_optimization": {"stage": stage, **zero},
         **(more or {}),
+        "naught": ours,
     }
 
 
