@@ -79,6 +79,7 @@ _HEEDED = (
     "zero_optimization.overlap_comm",
     "aio.block_size",
     "aio.intra_op_parallelism",
+    "aio.queue_depth",
     "zero_optimization.leaf_module.",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",

@@ -31,6 +31,8 @@ from naught.spill import Desk
 
 __all__ = ["disk_folder", "disk_side", "free_disk_bytes", "host_side", "job_of", "limits_here", "limits_of_bytes"]
 
+_MOST_DISK_THREADS = 16  # more only wait for each other's Python
+
 
 def limits_here(
     config: Config, precision: Precision, moments: int, group: Group, device: torch.device, own: int
@@ -63,7 +65,7 @@ def limits_of_bytes(
             gpu=machine.gpu._replace(memory_bytes=gpu),
             host_bytes=host,
             host_share=1.0 if ours.host_memory is not None else machine.host_share,  # a limit is for states alone
-            disk_threads=config.aio.intra_op_parallelism,
+            disk_threads=_disk_threads(config),
             disk_request_bytes=config.aio.block_size,
             disk_bytes=disk * min(here, world),
             stages=apart,
@@ -104,8 +106,12 @@ def disk_side(config: Config, device: torch.device, meter: Meter, largest_numel:
     desk = Desk(max(1, -(-numel // TILE_STEP)) * TILE_STEP, meter, register=device.type == "cuda")
     with telling("make the folder", folder, {errno.ENOTDIR: "name a folder in nvme_path, not a file"}):
         Path(folder).mkdir(0o700, parents=True, exist_ok=True)
-    threads: list[int | None] = [None] * config.aio.intra_op_parallelism
+    threads: list[int | None] = [None] * _disk_threads(config)
     return DiskSide(folder, desk, HostCrew(threads))
+
+
+def _disk_threads(config: Config) -> int:
+    return min(config.aio.queue_depth * config.aio.intra_op_parallelism, _MOST_DISK_THREADS)
 
 
 def disk_folder(config: Config) -> str | None:

@@ -17,7 +17,7 @@ from naught.comm import Group
 from naught.disk_sum import DiskSum
 from naught.errors import UsageError
 from naught.husks import Husks, check_husks, untouched
-from naught.rules import Part, Rule
+from naught.rules import Part
 from naught.segment import Segment
 from naught.spill import Stored
 from naught.stash import HostSum
@@ -30,7 +30,6 @@ __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
 _HOST_BYTES = 1 << 24  # of gradients that a thread updates at a time on the host: with less, threads wait for each other's Python
-_HOT_NUMEL = 1 << 19  # of a gradient that is changed before it is used: it stays in the processor's cache between
 
 
 class Norm(NamedTuple):
@@ -214,10 +213,9 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
 
     def update_piece(at: int) -> None:
         arrived.wait()
-        for part in _hot(states.part(cuts[at], masters, home), how.rule, coefficient):
-            narrow = part.grads.dtype != torch.float32
-            wide = crew.scratch(part.grads.numel()).copy_(part.grads) if narrow else part.grads
-            _take([part._replace(grads=wide)], how, coefficient)
+        part = states.part(cuts[at], masters, home)
+        wide = part.grads if part.grads.dtype == torch.float32 else crew.scratch(part.grads.numel()).copy_(part.grads)
+        _take([part._replace(grads=wide)], how, coefficient)
 
     if how.rule.defers:
         segment.update_beside(len(cuts), update_piece, delayed=delayed)
@@ -226,18 +224,6 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
     for at in range(len(cuts)):
         update_piece(at)
     segment.written()
-
-
-def _hot(part: Part, rule: Rule, coefficient: float) -> Iterator[Part]:
-    """So little of it at a time that what is widened or scaled has not left the processor's cache when it is used."""
-    if rule.apart or (part.grads.dtype == torch.float32 and coefficient == 1.0):
-        yield part
-        return
-    pieces = [torch.split(tensor, _HOT_NUMEL) for tensor in (part.weights, part.grads, *part.states.values())]
-    last = len(pieces[0]) - 1
-    for at, (weights, grads, *states) in enumerate(zip(*pieces, strict=True)):
-        values = dict(zip(part.states, states, strict=True))
-        yield part._replace(weights=weights, grads=grads, states=values, after=part.after if at == last else ())
 
 
 def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> None:

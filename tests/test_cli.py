@@ -285,7 +285,7 @@ def test_config_check_as_data(run, tmp_path):
         ("prefetch_bucket_size", ["stage3_prefetch_bucket_size", "also written: prefetch_bucket_size"]),
         ("zero_optimization.round_robin_gradients", ["no effect here"]),
         ("zero_quantized_weights", ["refused: ZeRO++"]),
-        ("intra_op_parallelism", ["default: 4 (DeepSpeed: 1)", "why:"]),
+        ("aio.block_size", ["default: 4194304 (DeepSpeed: 1048576)", "why:"]),
         ("optimizer", ["the update rule", "optimizer(AdamW).params.lr"]),
         ("optimizer.params.betas", ["optimizer(Lion).params.betas", "default: [0.9, 0.99]"]),
         ("offload_optimizer.device", ["zero_optimization.offload_optimizer.device"]),
