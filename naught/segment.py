@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from naught.beside import Beside
 from naught.comm import Pending, Waits
+from naught.delivery import deliver
 from naught.disk_side import Reading
 from naught.disk_sum import DiskSum
 from naught.ferry import Arrival, Delivered
@@ -22,12 +23,16 @@ from naught.layout import Layout, Span
 from naught.placement import Tier
 from naught.rounding import fold, unfold
 from naught.rules import Part
+from naught.spill import Stored
 from naught.stash import HostSum
 from naught.states import Cut, Resting, States, Updating
+from naught.stored_part import StoredPart
 from naught.streams import here
 from naught.weights import Weights
 
-__all__ = ["Segment"]
+__all__ = ["WEIGHTS", "Segment"]
+
+WEIGHTS = "weights"  # a name beside those of what a rule remembers
 
 
 class _Near(NamedTuple):
@@ -262,6 +267,9 @@ class Segment:
         if self.weights.stored is not None and self.kept.master is None:
             self.weights.stored.written()
             self.weights.stored.will_change()
+        elif isinstance(self.kept.master, Stored):
+            with self.home.group.noting():
+                self._deliver_all(self.kept.master)
         elif self.weights.stored is not None:
             with self.home.group.noting():
                 self.weights.stored.fill(self._rounded())
@@ -272,6 +280,21 @@ class Segment:
             self.weights.rounds(self.target, self.exact)
         elif self.folded is not None:
             self.folded.written(self.target)
+
+    def _deliver_all(self, master: Stored) -> None:
+        """A tile at a time."""
+        began, desk = here(self.home.device), master.desk
+        for place, tile in enumerate(master.tiles):
+            deliver(master.read(place, desk.room(0)), place, tile.span, self.weights, self.home, began, desk.room(1))
+
+    def sources(self) -> dict[str, Tensor | StoredPart]:
+        """What this rank updates, in the precision in which it does, and what the rule remembers of it: what is on disk stays
+        there."""
+        states = self.states
+        stored = states.master if isinstance(states.master, Stored) else self.weights.stored if states.master is None else None
+        weights = self.exact if stored is None else StoredPart(stored)
+        moments = {name: StoredPart(held) if isinstance(held, Stored) else held.whole() for name, held in states.held.items()}
+        return {WEIGHTS: weights, **moments}
 
     def lend(self) -> None:
         """The user has the parameters for a while."""

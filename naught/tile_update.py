@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from naught.delivery import deliver
 from naught.layout import Span
-from naught.placement import Tier
 from naught.rules import Part
 from naught.segment import Segment
 from naught.spill import Room, Stored
@@ -88,20 +88,8 @@ class TileUpdate:
         return Part(weights[inside], grads[inside], values, numbers, cut.step, cut.group)
 
     def _deliver(self, place: int, weights: Tensor) -> None:
-        """New weights of a tile go to where weights rest."""
-        span, ours = self.master.tiles[place].span, self.segment.weights
-        if ours.stored is not None:
-            room = self.master.desk.room(1 + len(self.moments))
-            ours.rounds(room.of(weights.numel(), ours.stored.dtype), weights)
-            ours.stored.write(place, room)
-            return
-        shard = self.segment.weights.shard
-        assert shard is not None
-        if self.segment.home.placement.param.tier is not Tier.DEVICE:
-            ours.rounds(shard[span], weights)
-            return
-        assert self.segment.home.host is not None
-        self.segment.home.host.ferry.bring(weights, shard[span], self.began, ours.rounds).wait()
+        span, segment = self.master.tiles[place].span, self.segment
+        deliver(weights, place, span, segment.weights, segment.home, self.began, self.master.desk.room(1 + len(self.moments)))
 
 
 def _divided(cut: Cut, each: int) -> list[Cut]:

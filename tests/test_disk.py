@@ -190,6 +190,41 @@ def test_a_checkpoint_of_one_tier_loads_on_another(worlds, tmp_path, one, other)
         assert worlds[2].run(resume, other, folder, disk) == worlds[2].run(resume, one, folder, disk)
 
 
+def save_and_load_a_tile_at_a_time(folder: str) -> bool:
+    """Nobody has all of it in memory on the way."""
+    stage, zero = places(folder)["all"]
+    engine = start(stage, more=BF16 | TINY_TILES, **SPREAD, **zero)
+    take_steps(engine, 2)
+    before, whole = digest_in_32_bits(engine), Stored.whole
+    take_steps(engine, 1, first=2)
+    expected = digest_in_32_bits(engine)
+    engine.save_checkpoint(f"{folder}/three", "three")
+    take_steps(engine, 2, first=3)
+
+    def refuse(_: Stored) -> None:
+        raise AssertionError("all of it was read")
+
+    Stored.whole = refuse
+    try:
+        engine.save_checkpoint(f"{folder}/five", "five")
+        engine.save_checkpoint(f"{folder}/beside", "beside", asynchronous=True)
+        engine.wait_for_checkpoint()
+        engine.load_checkpoint(f"{folder}/three")
+        take_steps(engine, 1, first=3)
+        engine.load_checkpoint(f"{folder}/three")
+    finally:
+        Stored.whole = whole
+    found = digest_in_32_bits(engine)
+    engine.load_checkpoint(f"{folder}/five")
+    five = digest_in_32_bits(engine)
+    engine.load_checkpoint(f"{folder}/beside")
+    return found == expected != before and five == digest_in_32_bits(engine)
+
+
+def test_checkpoints_are_saved_and_loaded_a_tile_at_a_time(two, tmp_path):
+    assert two.run(save_and_load_a_tile_at_a_time, str(tmp_path)) == [True, True]
+
+
 # --- what is held, and what is left -----------------------------------------------------------------------------------
 
 

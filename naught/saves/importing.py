@@ -21,6 +21,7 @@ from naught.errors import CheckpointError
 from naught.saves.inventory import DTYPES_BY_NAME, WEIGHTS, names_of, refuse_differences, shapes_of, stretches
 from naught.saves.own_states import BUFFER, kept_buffers, put_own
 from naught.saves.places import Places, unusable_on_error, weights_written
+from naught.stored_part import StoredPart
 
 __all__ = ["import_weights"]
 
@@ -101,7 +102,7 @@ class _Reading:
         """A tied parameter has several names, and the files may have it under any."""
         return next((name for name in names if name in self.entries), names[0])
 
-    def _add(self, name: str, target: Tensor, first: int) -> None:
+    def _add(self, name: str, target: Tensor | StoredPart, first: int) -> None:
         if name not in self.entries:
             return
         at, entry = self.entries[name]

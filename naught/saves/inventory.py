@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from naught.answers import Answers
 from naught.checkpoints import Piece
 from naught.errors import CheckpointError
-from naught.segment import Segment
+from naught.segment import WEIGHTS, Segment
+from naught.stored_part import StoredPart
 
 __all__ = [
     "DTYPES_BY_NAME",
@@ -24,7 +25,6 @@ __all__ = [
     "stretches",
 ]
 
-WEIGHTS = "weights"
 _SHOWN = 4
 
 DTYPES_BY_NAME = {
@@ -53,7 +53,7 @@ class Stretch(NamedTuple):
 
     kind: str
     segment: Segment
-    tensor: Tensor  # itself, not a copy
+    tensor: Tensor | StoredPart  # itself, not a copy
     pieces: tuple[Piece, ...]
 
     @property
@@ -78,7 +78,7 @@ def stretches(engine: Answers, *, share: bool, frozen: bool = True) -> Iterator[
                 if start < stop:
                     first = start - slot.span.start
                     pieces.append(Piece(param=slot.name, first=first, count=stop - start, at=start - owned.start))
-            for kind, tensor in {WEIGHTS: segment.exact, **segment.states.moments}.items():
+            for kind, tensor in segment.sources().items():
                 yield Stretch(kind, segment, tensor[begin : begin + owned.numel], tuple(pieces))
 
 

@@ -22,6 +22,7 @@ from naught.saves.own_states import OWN, RANDOM, buffer_shapes, own_tensors, put
 from naught.saves.places import Places, tensor_of, unusable_on_error, weights_written
 from naught.segment import Segment
 from naught.states import States, Updating
+from naught.stored_part import StoredPart
 
 __all__ = ["Wanted", "load"]
 
@@ -78,7 +79,7 @@ class _Reading:
         self.engine, self.contents, self.wanted = engine, contents, wanted
         self.made: list[tuple[States, set[str]]] = []  # moments that were not there before
         self.places, self.new_places = Places(), Places()
-        self.blanks: list[tuple[Tensor, float]] = []  # states that no update has touched, and what they start from
+        self.blanks: list[tuple[Tensor | StoredPart, float]] = []  # states that no update has touched, and what they start from
         self.memory = Memory.of(contents.saved.manifest.engine, contents.saved.tag)
         self.own: dict[str, Tensor] = {}  # what a rank had for itself
 

@@ -12,6 +12,7 @@ from naught.answers import Answers
 from naught.checkpoints import Located, Source, Want, read_all, within
 from naught.errors import CheckpointError
 from naught.saves.inventory import DTYPES_BY_NAME
+from naught.stored_part import StoredPart
 
 __all__ = ["Places", "tensor_of", "unusable_on_error", "weights_written"]
 
@@ -23,10 +24,10 @@ class Places:
     """Tensors that are to be filled, and from which bytes."""
 
     def __init__(self) -> None:
-        self.targets: list[Tensor] = []
+        self.targets: list[Tensor | StoredPart] = []
         self.wants: list[Want] = []
 
-    def add(self, target: Tensor, first: int, located: Sequence[Located]) -> bool:
+    def add(self, target: Tensor | StoredPart, first: int, located: Sequence[Located]) -> bool:
         """Have a tensor filled with the elements of a parameter from one on. False if they are not all there."""
         done, stop = first, first + target.numel()
         for at in within(located, first, stop):

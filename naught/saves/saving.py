@@ -22,6 +22,7 @@ from naught.saves.memory import memory_of
 from naught.saves.numbers import told
 from naught.saves.own_states import OWN, own_tensors
 from naught.saves.snapshot import Kept
+from naught.stored_part import StoredPart
 
 __all__ = ["Asked", "Save", "begin", "undone_on_error", "write"]
 
@@ -154,7 +155,7 @@ def _contents(engine: Answers, identity: str, own: Mapping[str, Tensor], *, froz
     return table, header, [kept for _, kept, _ in runs]
 
 
-def _type_name(tensor: Tensor, pieces: Sequence[Piece]) -> str:
+def _type_name(tensor: Tensor | StoredPart, pieces: Sequence[Piece]) -> str:
     if tensor.dtype not in NAMES_BY_DTYPE:
         raise CheckpointError(
             f'"{pieces[0].param}" is of the type {tensor.dtype}, which cannot be saved',

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from naught.devices import free_host_bytes
 from naught.errors import StorageError
 from naught.quantity import show_bytes
+from naught.stored_part import StoredPart
 from naught.streams import HostCopies
 
 __all__ = ["Kept", "Snapshot", "bytes_of", "refuse_too_large"]
@@ -34,7 +35,7 @@ def refuse_too_large(nbytes: int) -> None:
 class Kept(NamedTuple):
     """A tensor that is to be saved. What is private only a step, or what waits for copies like one, ever changes."""
 
-    tensor: Tensor
+    tensor: Tensor | StoredPart
     private: bool
 
 
@@ -44,7 +45,9 @@ def bytes_of(kept: Sequence[Kept]) -> Iterator[memoryview]:
     host = HostCopies(device)
     for tensor, _ in kept:
         for block in _blocks(tensor):
-            if block.device.type == "cpu":
+            if isinstance(block, StoredPart):
+                yield _raw(block.cpu())
+            elif block.device.type == "cpu":
                 yield _raw(block)
             else:
                 copy = host.copy(block)
@@ -62,7 +65,7 @@ class Snapshot:
         self.host = HostCopies(device)
         pairs = [(block, private) for tensor, private in kept for block in _blocks(tensor)]
         self.waiting = [block if private else None for block, private in pairs]
-        self.copies: deque[Tensor | None] = deque(None if private else self.host.copy(block) for block, private in pairs)
+        self.copies: deque[Tensor | None] = deque(None if private else self._copy(block) for block, private in pairs)
         self.host.follow()
 
     def let_go(self) -> None:
@@ -88,14 +91,19 @@ class Snapshot:
             with self.host.beside():
                 for at, block in enumerate(self.waiting):
                     if block is not None:
-                        self.copies[at] = self.host.copy(block)
+                        self.copies[at] = self._copy(block)
                 self.host.arrive()
         finally:
             self.waiting.clear()
             self.settled.set()
 
+    def _copy(self, block: Tensor | StoredPart) -> Tensor:
+        return block.cpu() if isinstance(block, StoredPart) else self.host.copy(block)
 
-def _blocks(tensor: Tensor) -> Sequence[Tensor]:
+
+def _blocks(tensor: Tensor | StoredPart) -> Iterable[Tensor | StoredPart]:
+    if isinstance(tensor, StoredPart):
+        return tensor.split()
     return torch.split(tensor.detach(), max(1, _BLOCK_BYTES // tensor.element_size())) if tensor.numel() else ()
 
 
