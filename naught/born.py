@@ -42,6 +42,7 @@ class _Born(NamedTuple):
         part = self.part.whole() if isinstance(self.part, Stored) else self.part
         if isinstance(self.part, Stored):
             self.part.will_change()  # no copy of it is kept
+            self.part.give_back()
         flat = torch.empty(part.numel() * group.size, dtype=part.dtype, device=place)
         slices = list(torch.split(flat, part.numel()))
         slices[group.rank].copy_(part)

@@ -86,14 +86,21 @@ class Spill:
         with telling("make a file in", folder, _FIXES):
             self.handle = _open(folder)
         self.nbytes = 0
+        self.spare: dict[int, list[int]] = {}  # where there is room again, by its bytes
         self._close = weakref.finalize(self, os.close, self.handle)
 
     def reserve(self, nbytes: int) -> int:
         """Where so many bytes have room from here on. A disk that is too full says so now."""
+        if self.spare.get(nbytes):
+            return self.spare[nbytes].pop()
         at = self.nbytes
         self.foresee(nbytes)
         self.nbytes += nbytes
         return at
+
+    def give_back(self, at: int, nbytes: int) -> None:
+        """Nobody needs what is there any more."""
+        self.spare.setdefault(nbytes, []).append(at)
 
     def foresee(self, nbytes: int) -> None:
         """Have room for so many bytes more, which nobody has asked for yet."""
@@ -222,9 +229,11 @@ class Stored:
         self.copy = None
 
     def give_back(self, shelf: object = None) -> None:
-        """It is held no longer; its file goes as a whole."""
+        """It is held no longer, and its room is for the next one of its size."""
         del shelf
         self.desk.meter.change(DISK + self.category, -self.nbytes)
+        if self.tiles:
+            self.spill.give_back(self.tiles[0].at, self.nbytes)
 
     def read_all(self, room: Room, place: int) -> None:
         """One of its tiles, to where it belongs in a room for all of them."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +153,42 @@ def test_a_module_that_is_there_already_is_split_at_once():
     assert bool(layer.weight.isnan().all())
     with zero.GatheredParameters(layer):
         assert torch.equal(layer.weight, before)
+
+
+def test_what_is_touched_again_and_again_takes_its_room_on_disk_once(tmp_path):
+    config = config_of(3, offload_param={"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0})
+    with zero.Init(config_dict_or_path=config, window_bytes=1):
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(3)]
+        for _ in range(5):
+            for layer in layers:
+                nn.init.normal_(layer.weight)
+    ours = [handle for handle in Path("/proc/self/fd").iterdir() if os.path.realpath(handle).startswith(str(tmp_path))]
+    assert [handle.stat().st_size for handle in ours] == [3 * 64 * 64 * 4]
+
+
+def from_pretrained(folder: str) -> tuple[bool, bool, bool]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    if my_rank() == 0:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, **sizes)).save_pretrained(folder)
+    torch.distributed.barrier()
+    whole = LlamaForCausalLM.from_pretrained(folder)
+    with zero.Init(window_bytes=20_000):
+        model = LlamaForCausalLM.from_pretrained(folder)
+    parts = sum(splits(param) for param in model.parameters())
+    with zero.GatheredParameters(model):
+        alike = all(map(torch.equal, whole.parameters(), model.parameters()))
+    engine = engine_of(model, config_of(3, stage3_param_persistence_threshold=0))
+    ids = torch.arange(32, device=DEVICE).view(2, 16)
+    losses = [each(input_ids=ids, labels=ids).loss.item() for each in (engine, whole.to(DEVICE))]
+    return parts == len(list(whole.parameters())), alike, losses[0] == losses[1]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra hf")
+def test_pretrained_weights_of_hugging_face_are_split_as_they_are_read(two, tmp_path):
+    assert two.run(from_pretrained, str(tmp_path)) == [(True, True, True)] * 2
 
 
 def test_outside_of_the_context_nothing_is_different():
