@@ -12,42 +12,41 @@ import os
 import threading
 import time
 
-BLOCK = 16 << 20
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--gib", type=float, default=4.0, help="the file's size")
     parser.add_argument("--threads", default="1,2,4,8")
+    parser.add_argument("--mib", type=int, default=4, help="of one request")
     options = parser.parse_args()
     for threads in map(int, options.threads.split(",")):
-        print(threads, "threads:", mixed_rates(options.folder, int(options.gib * 2**30), threads), flush=True)
+        print(threads, "threads:", mixed_rates(options.folder, int(options.gib * 2**30), threads, options.mib << 20), flush=True)
 
 
-def mixed_rates(folder: str, nbytes: int, threads: int) -> dict[str, float]:
+def mixed_rates(folder: str, nbytes: int, threads: int, each: int) -> dict[str, float]:
     """GB/s of writing a file that was empty, of reading it, and of reading and writing each block in turn."""
     handle = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
     try:
         os.posix_fallocate(handle, 0, nbytes)
-        blocks = nbytes // BLOCK
+        blocks = nbytes // each
         return {
-            "write": _rate(handle, blocks, threads, reads=False, writes=True),
-            "read": _rate(handle, blocks, threads, reads=True, writes=False),
-            "mixed": _rate(handle, blocks, threads, reads=True, writes=True),
+            "write": _rate(handle, blocks, each, threads, reads=False, writes=True),
+            "read": _rate(handle, blocks, each, threads, reads=True, writes=False),
+            "mixed": _rate(handle, blocks, each, threads, reads=True, writes=True),
         }
     finally:
         os.close(handle)
 
 
-def _rate(handle: int, blocks: int, threads: int, *, reads: bool, writes: bool) -> float:
+def _rate(handle: int, blocks: int, each: int, threads: int, *, reads: bool, writes: bool) -> float:
     turns = iter(range(blocks))
     lock = threading.Lock()
     faults: list[BaseException] = []
 
     def work() -> None:
-        room = mmap.mmap(-1, BLOCK)
-        room.write(os.urandom(BLOCK))
+        room = mmap.mmap(-1, each)
+        room.write(os.urandom(each))
         try:
             while True:
                 with lock:
@@ -55,7 +54,7 @@ def _rate(handle: int, blocks: int, threads: int, *, reads: bool, writes: bool) 
                 if at is None:
                     return
                 for wanted, move in ((reads, os.preadv), (writes, os.pwritev)):
-                    if wanted and move(handle, [room], at * BLOCK) != BLOCK:
+                    if wanted and move(handle, [room], at * each) != each:
                         raise OSError("a call moved less than it was asked")
         except OSError as error:
             faults.append(error)
@@ -68,7 +67,7 @@ def _rate(handle: int, blocks: int, threads: int, *, reads: bool, writes: bool) 
         thread.join()
     if faults:
         raise faults[0]
-    return round(blocks * BLOCK * (reads + writes) / (time.perf_counter() - began) / 1e9, 3)
+    return round(blocks * each * (reads + writes) / (time.perf_counter() - began) / 1e9, 3)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ class Row(NamedTuple):
 TABLES: dict[str, list[Row]] = {
     "stages": [
         Row("torch"),
+        Row("torch-fp16"),
         Row("fsdp2"),
         *(Row(f"ours-{name}") for name in ("1", "2", "3", "3-fp16", "1-small", "1-moments")),
         *(Row(f"deepspeed-{name}") for name in ("1", "2", "3", "3-fp16")),
@@ -247,14 +248,23 @@ def _trace(go: Callable[[], None], path: str) -> None:
 
 
 def _clipped(
-    model: nn.Module, optimizer: torch.optim.Optimizer, forward: Callable[[Tensor], Tensor], *, clips: bool = True
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    forward: Callable[[Tensor], Tensor],
+    *,
+    clips: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Trained:
+    scaler = scaler or torch.amp.GradScaler("cuda", enabled=False)  # which does nothing
+
     def step(ids: Tensor) -> Tensor:
         loss = forward(ids)
-        loss.backward()
+        scaler.scale(loss).backward()
         if clips:
+            scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         return loss
 
@@ -271,12 +281,13 @@ def _torch(model: nn.Module, variant: str, row: Row) -> Trained:
     if variant == "compiled":
         for block in model.blocks:
             block.compile()
+    scaler = torch.amp.GradScaler("cuda", enabled=variant == "fp16")
 
     def forward(ids: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.float16 if variant == "fp16" else torch.bfloat16):
             return model(ids, ids)
 
-    return _clipped(model, _adamw(model), forward)
+    return _clipped(model, _adamw(model), forward, scaler=scaler)
 
 
 def _fsdp2(model: nn.Module, variant: str, row: Row) -> Trained:

@@ -73,7 +73,7 @@ class Machine:
     host_bytes_s: float = 100e9  # memory copies to all devices of a node at once
     disk_bytes_s: float = 3.5e9
     network_bytes_s: float = 0.0  # what one rank sends in a collective; 0: what its GPU and the number of nodes suggest
-    disk_threads: int = 8  # of each rank
+    disk_threads: int = 16  # of each rank
     disk_request_bytes: int = 1 << 22
     update_numel_s: float = 4e9  # AdamW on all cores of a node
     unified: bool = False  # no GPU: the device is the host's own memory, and there is no other

@@ -119,13 +119,13 @@ def test_the_working_set_is_that_of_the_whole_model(placed, ranks):
 
 
 def rooms_of(placed: list[PlacedRun], ranks: int) -> int:
-    """Tiles on their way from disk and back: masters, two moments, gradients and weights, eight times, and one more."""
+    """Tiles on their way from disk and back: masters, two moments, gradients and weights, sixteen times, and one more."""
     kinds_of = (Kind.OPTIM, Kind.PARAM, Kind.GRAD)
     updated, sunk, summed = (any(place.of(kind).tier is Tier.DISK for _, place in placed) for kind in kinds_of)
     largest = max(pad(run.numel, ranks, ALIGN_NUMEL) for run, _ in placed) // ranks
     tile = min(4 * pad(largest, 1, 4096), 1 << 22)
     kinds = (3 + summed) * updated + sunk
-    return tile * (8 * kinds + 1) if kinds else 0
+    return tile * (16 * kinds + 1) if kinds else 0
 
 
 @given(mixtures(), st.sampled_from([1, 2]), st.integers(1, 3))
@@ -198,7 +198,7 @@ def test_states_on_disk_pass_through_rooms_of_a_constant_size():
         run = Run("block", numel, 10)
         found = forecast("x", [PlacedRun(run, PLACEMENTS["infinity-disk-optim"])], NOTHING, machine_of(1), Job())
         sizes.append(found.memory[Tier.HOST][Category.BUFFERS])
-    assert sizes[0] == sizes[1] == (8 * 3 + 1) << 22
+    assert sizes[0] == sizes[1] == (16 * 3 + 1) << 22
 
 
 def test_tiles_of_a_frozen_layer_gain_no_states():

@@ -205,10 +205,18 @@ class ActivationCheckpointing(Block):
 
 class Aio(Block):
     block_size: Annotated[
-        Whole, Field(ge=4096), Key("bytes of one disk request", "8 of them in flight reach a disk's rate", peer=2**20)
+        Whole, Field(ge=4096), Key("bytes of one disk request", "16 of them in flight reach a disk's rate", peer=2**20)
     ] = 2**22
     queue_depth: Annotated[Positive, Key("requests in flight; each has a thread of its own, which reads, updates and writes")] = 8
-    intra_op_parallelism: Annotated[Positive, Key("how many times as many; 16 at most in all", also=("thread_count",))] = 1
+    intra_op_parallelism: Annotated[
+        Positive,
+        Key(
+            "how many times as many; 16 at most in all",
+            "while one checks a sum others move bytes",
+            peer=1,
+            also=("thread_count",),
+        ),
+    ] = 2
     single_submit: Annotated[Flag, idle("requests are system calls of threads")] = False
     overlap_events: Annotated[Flag, idle("requests are system calls of threads")] = True
 
