@@ -91,6 +91,7 @@ _HEEDED = (
     "zero_optimization.stage3_model_persistence_threshold",
     "naught.nvme_path",
     "naught.gradients",
+    "naught.tiles",
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
     "naught.small_masters",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from naught.errors import ModelError
-from naught.tiled import TiledLinear
+from naught.tiled import TiledEmbedding, TiledLinear
 from naught.units import TILE, Node, Param
 
 __all__ = ["describe"]
@@ -26,8 +26,8 @@ def describe(
 ) -> Node:
     """A module tree as plain data; a parameter under two names has one key. `dtypes` says which types it is to have."""
     keys: dict[int, int] = {}
-    layers = [layer for layer in module.modules() if isinstance(layer, TiledLinear)]
-    tiles = {id(tile) for layer in layers for row in layer.linears for tile in row.children()}
+    layers = [layer for layer in module.modules() if isinstance(layer, TiledLinear | TiledEmbedding)]
+    tiles = {id(piece) for layer in layers for piece in layer.pieces}
 
     def visit(inner: nn.Module, name: str) -> Node:
         own = [

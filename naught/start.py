@@ -23,6 +23,7 @@ from naught.comm.launch import find_seat
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
 from naught.devices import device_for, keep_freed_pages, limit_memory
+from naught.dividing import divide, replace_in_groups
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
 from naught.membership import Membership
@@ -84,6 +85,8 @@ def initialize(
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
         _refuse_rule(settings, chosen)
         rates = _rates(settings, chosen, lr_scheduler)
+        if settings.naught.tiles > 1:
+            replace_in_groups([] if chosen is None else chosen.param_groups, divide(model, settings.naught.tiles))
         membership = Membership(model, [] if chosen is None else chosen.param_groups)
     watch = Watch(device, model_bytes=_bytes_on(device, model))
     group = Group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=_mean(settings))

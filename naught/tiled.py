@@ -1,5 +1,5 @@
-"""Tiled: a linear layer in pieces, each a unit of its own: one that is too large to be gathered is gathered and freed piece by
-piece (ZeRO-Infinity's memory-centric tiling). And a loss whose logits are never there all at once."""
+"""Tiled: layers in pieces, each a unit of its own: one that is too large to be gathered is gathered and freed piece by piece
+(ZeRO-Infinity's memory-centric tiling). And a loss whose logits are never there all at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from naught.errors import UsageError
 
-__all__ = ["TiledLinear", "chunked_cross_entropy", "tile_linears"]
+__all__ = ["TiledEmbedding", "TiledLinear", "chunked_cross_entropy"]
 
 
 class TiledLinear(nn.Module):
@@ -95,40 +95,45 @@ class TiledLinear(nn.Module):
                 if mine.bias is not None:
                     mine.bias.copy_(other.bias[high])
 
+    @property
+    def pieces(self) -> list[nn.Module]:
+        return [piece for row in self.linears for piece in row.children()]
+
     def extra_repr(self) -> str:
         return f"{self.in_features} x {self.out_features} in {self.in_splits} x {self.out_splits} pieces, bias={self.use_bias}"
 
 
-def tile_linears(model: nn.Module, tiles: int, *, at_least: int = 1 << 24) -> list[str]:
-    """Divide every nn.Linear of a model that has so many weights into pieces along its outputs, in place and before there is an
-    engine. Returns their names; their parameters are called NAME.linears.OUT.0.weight from here on. A weight that is tied to
-    another module's stays whole."""
-    counts: dict[int, int] = {}
-    for _, param in model.named_parameters(remove_duplicate=False):
-        counts[id(param)] = counts.get(id(param), 0) + 1
-    found = []
-    for name, parent in list(model.named_modules()):
-        for short, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or child.weight.numel() < at_least or counts[id(child.weight)] > 1:
-                continue
-            if 0 in child.weight.stride():
-                raise UsageError(
-                    f'"{name}.{short}" was built under zero.Init and is split already', fix="divide layers inside of zero.Init"
-                )
-            with torch.device(child.weight.device):
-                pieces = TiledLinear(
-                    child.in_features,
-                    child.out_features,
-                    bias=child.bias is not None,
-                    out_splits=min(tiles, child.out_features),
-                    init_linear=child,
-                    dtype=child.weight.dtype,
-                )
-            for name_of_param, param in pieces.named_parameters():
-                param.requires_grad_((child.bias if name_of_param.endswith("bias") else child.weight).requires_grad)
-            setattr(parent, short, pieces)
-            found.append(f"{name}.{short}".removeprefix("."))
-    return found
+class TiledEmbedding(nn.Module):
+    """An embedding, divided into tables of neighbouring rows: what the whole one gives, and so are its gradients."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, splits: int = 1, **kwargs: Any) -> None:
+        super().__init__()
+        _check("splits", splits, num_embeddings)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.parts = _ends(num_embeddings, splits)
+        self.tables = nn.ModuleList(nn.Embedding(rows, embedding_dim, **kwargs) for rows in _sizes(self.parts))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor | None = None
+        for part, table in zip(_slices(self.parts), self.tables, strict=True):
+            inside = (ids >= part.start) & (ids < part.stop)
+            rows = table(torch.where(inside, ids - part.start, 0))
+            # Chosen, not added: a zero that is added to a negative one changes its sign.
+            found = rows if found is None else torch.where(inside.unsqueeze(-1), rows, found)
+        assert found is not None
+        return found
+
+    @property
+    def pieces(self) -> list[nn.Module]:
+        return list(self.tables)
+
+    @torch.no_grad()
+    def copy_params_from(self, other: nn.Embedding) -> None:
+        for rows, table in zip(_slices(self.parts), self.tables, strict=True):
+            cast(nn.Embedding, table).weight.copy_(other.weight[rows])
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings} x {self.embedding_dim} in {len(self.tables)} pieces"
 
 
 def chunked_cross_entropy(

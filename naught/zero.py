@@ -17,6 +17,7 @@ from naught.born import Keeping, Nursery, lend, split, take_back
 from naught.comm import Group, Ledger
 from naught.comm.launch import find_seat
 from naught.config import Config, load, placement_of
+from naught.dividing import tile_linears
 from naught.engine import Engine, engines
 from naught.flat import Meter
 from naught.hints import register_external_parameter, unregister_external_parameter
@@ -31,11 +32,12 @@ from naught.needs import (
 from naught.placement import Tier
 from naught.spill import Stored
 from naught.tiers import disk_folder, disk_side
-from naught.tiled import TiledLinear, chunked_cross_entropy, tile_linears
+from naught.tiled import TiledEmbedding, TiledLinear, chunked_cross_entropy
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "TiledEmbedding",
     "TiledLinear",
     "chunked_cross_entropy",
     "estimate_zero2_model_states_mem_needs",

@@ -15,7 +15,7 @@ from training import DEVICE, batch_of, config_of, digest_of_weights, engine_of, 
 
 from naught import initialize, zero
 from naught.born import splits
-from naught.errors import ConfigError, UsageError
+from naught.errors import ConfigError
 
 SPREAD = {"stage3_param_persistence_threshold": 0}
 SMALL_WINDOW = 20_000  # bytes: a few parameters of these models
@@ -252,8 +252,18 @@ def test_whole_numbers_and_what_is_not_built_yet_stay_as_they_are():
     assert not splits(module.later)
 
 
-def test_layers_that_are_split_already_are_not_divided():
-    with zero.Init():
-        model = nn.Sequential(nn.Linear(8, 8))
-    with pytest.raises(UsageError, match="and is split already"):
-        zero.tile_linears(model, 2, at_least=1)
+def divide_what_is_split() -> tuple[bool, bool]:
+    torch.manual_seed(0)
+    whole = nn.Linear(8, 9)
+    torch.manual_seed(0)
+    with zero.Init(window_bytes=1):
+        model = nn.Sequential(nn.Linear(8, 9))
+    zero.tile_linears(model, 2, at_least=1)
+    pieces = [row[0] for row in model[0].linears]
+    are_split = all(splits(param) for param in model.parameters())
+    with zero.GatheredParameters(model):
+        return are_split, torch.equal(torch.cat([piece.weight for piece in pieces]), whole.weight)
+
+
+def test_layers_that_are_split_already_can_be_divided(two):
+    assert two.run(divide_what_is_split) == [(True, True)] * 2

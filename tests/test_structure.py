@@ -121,7 +121,7 @@ LAYERS = [
         "measuring.step",
         "measuring.comm",
     ],
-    ["claims", "hints", "membership", "foreign", "optimizer"],
+    ["claims", "dividing", "hints", "membership", "foreign", "optimizer"],
     ["tiers"],
     [
         "program",
@@ -211,6 +211,7 @@ TORCH_ALLOWED = {
         "moments",
         "spill",
         "tile_update",
+        "dividing",
         "born",
         "segment",
         "block_norms",

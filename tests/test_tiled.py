@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +12,9 @@ from torch import nn
 from torch.nn import functional
 from training import DEVICE, config_of, digest_in_32_bits, engine_of, my_rank
 
+from naught import initialize
 from naught.errors import UsageError
-from naught.zero import TiledLinear, chunked_cross_entropy, tile_linears
+from naught.zero import TiledEmbedding, TiledLinear, chunked_cross_entropy, tile_linears
 
 SPREAD = {"stage3_param_persistence_threshold": 0}
 
@@ -164,3 +167,105 @@ def test_the_logits_of_a_loss_in_chunks_are_never_there_all_at_once():
 def test_labels_of_other_tokens_are_told():
     with pytest.raises(UsageError, match="hidden states of 4 tokens, and labels of 5"):
         chunked_cross_entropy(torch.zeros(4, 2), nn.Linear(2, 3), torch.zeros(5, dtype=torch.int64))
+
+
+# --- what the configuration divides ---
+
+
+class Reader(nn.Module):
+    """An embedding, blocks and a head, as language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(61, 32)
+        self.body = Wide()
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self.norm(self.table(ids)))
+
+
+@given(st.integers(1, 30), st.integers(1, 6), st.data())
+def test_an_embedding_in_pieces_is_the_same_to_the_last_bit(rows, splits, data):
+    whole, tiled = nn.Embedding(rows, 5), TiledEmbedding(rows, 5, min(splits, rows))
+    tiled.copy_params_from(whole)
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=20)))
+    weight = torch.randn(len(ids), 5)
+    for layer in (whole, tiled):
+        (layer(ids) * weight).sum().backward()
+    assert torch.equal(tiled(ids), whole(ids))
+    assert torch.equal(torch.cat([table.weight.grad for table in tiled.tables]), whole.weight.grad)
+
+
+def read(engine, steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        ids = torch.randint(0, 61, (4, 8), generator=torch.Generator().manual_seed(10 * step + my_rank())).to(DEVICE)
+        loss = engine(ids)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def started(tiles: int, own: bool = False):
+    torch.manual_seed(0)
+    model = Reader().to(DEVICE)
+    config = config_of(3, more={"naught": {"tiles": tiles}}, **SPREAD, stage3_prefetch_bucket_size=0)
+    if own:
+        del config["optimizer"]
+        groups = [
+            {"params": list(model.body.parameters()), "lr": 2e-3},
+            {"params": [model.table.weight, *model.norm.parameters()]},
+        ]
+        return initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config)[0]
+    return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def divide_by_configuration(own: bool) -> list[int]:
+    losses, peaks = [], []
+    for tiles in (1, 8):
+        engine = started(tiles, own)
+        losses.append(read(engine, 4))
+        peaks.append(engine.report()["peak"]["gathered weights"])
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+    return peaks
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_configuration_divides_large_layers(two, own):
+    for most, least in two.run(divide_by_configuration, own):
+        assert least < most / 3
+
+
+def digest_of(engine) -> str:
+    state = engine.module_state_dict()
+    assert (state["table.weight"].shape, state["body.head.weight"].shape) == ((61, 32), (64, 32))
+    return hashlib.sha256(b"".join(state[name].float().numpy().tobytes() for name in sorted(state))).hexdigest()
+
+
+def save_in_pieces(folder: str) -> tuple[str, str]:
+    engine = started(tiles=4)
+    read(engine, 2)
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder, "model.safetensors")
+    saved = digest_of(engine)
+    read(engine, 1, first=2)
+    return saved, digest_of(engine)
+
+
+def load_in_pieces(folder: str, tiles: int) -> tuple[str, str, str]:
+    engine, other = started(tiles), started(tiles)
+    engine.load_checkpoint(folder)
+    other.load_weights(f"{folder}/model.safetensors")
+    loaded = digest_of(engine)
+    read(engine, 1, first=2)
+    return loaded, digest_of(other), digest_of(engine)
+
+
+def test_a_checkpoint_knows_layers_and_not_their_pieces(two, tmp_path):
+    ((saved, later),) = set(two.run(save_in_pieces, str(tmp_path)))
+    for tiles in (1, 4, 7):
+        ((loaded, imported, gone_on),) = set(two.run(load_in_pieces, str(tmp_path), tiles))
+        assert loaded == imported == saved
+        assert tiles != 4 or gone_on == later

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from naught.answers import Answers
 from naught.checkpoints import Piece
+from naught.dividing import Within, wholes_of
 from naught.errors import CheckpointError
+from naught.layout import Slot
 from naught.segment import WEIGHTS, Segment
 from naught.stored_part import StoredPart
 
@@ -23,6 +25,7 @@ __all__ = [
     "refuse_differences",
     "shapes_of",
     "stretches",
+    "whole_of",
 ]
 
 _SHOWN = 4
@@ -65,7 +68,7 @@ class Stretch(NamedTuple):
 def stretches(engine: Answers, *, share: bool, frozen: bool = True) -> Iterator[Stretch]:
     """What this rank has. Of what every rank has it is this rank's share, or all. Weights are the 32-bit masters where
     there are some: what modules compute with is those, rounded."""
-    rank = engine.schedule.group.rank
+    rank, withins = engine.schedule.group.rank, wholes_of(engine.module)
     for unit in engine.schedule.units.values():
         for segment in unit.segments:
             if not (segment.trained or frozen):
@@ -76,8 +79,9 @@ def stretches(engine: Answers, *, share: bool, frozen: bool = True) -> Iterator[
             for slot in segment.layout.slots:
                 start, stop = max(slot.span.start, owned.start), min(slot.span.stop, owned.stop)
                 if start < stop:
-                    first = start - slot.span.start
-                    pieces.append(Piece(param=slot.name, first=first, count=stop - start, at=start - owned.start))
+                    param, first, _ = whole_of(slot, withins)
+                    first += start - slot.span.start
+                    pieces.append(Piece(param=param, first=first, count=stop - start, at=start - owned.start))
             for kind, tensor in segment.sources().items():
                 yield Stretch(kind, segment, tensor[begin : begin + owned.numel], tuple(pieces))
 
@@ -87,13 +91,22 @@ def names_of(model: nn.Module) -> dict[str, list[str]]:
     found: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found.setdefault(param, []).append(name)
-    return {names[0]: names for names in found.values()}
+    withins = wholes_of(model)
+    lists = [[withins[name].name if name in withins else name for name in names] for names in found.values()]
+    return {names[0]: names for names in lists}
+
+
+def whole_of(slot: Slot, withins: Mapping[str, Within]) -> Within:
+    """What a checkpoint calls it: a piece of a layer is a part of what the layer's parameter was."""
+    return withins.get(slot.name) or Within(slot.name, 0, slot.shape)
 
 
 def shapes_of(engine: Answers) -> dict[str, tuple[int, ...]]:
     """Of the parameters, whole."""
     segments = (segment for unit in engine.schedule.units.values() for segment in unit.segments)
-    return {slot.name: slot.shape for segment in segments for slot in segment.layout.slots}
+    withins = wholes_of(engine.module)
+    wholes = (whole_of(slot, withins) for segment in segments for slot in segment.layout.slots)
+    return {name: shape for name, _, shape in wholes}
 
 
 def refuse_differences(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:

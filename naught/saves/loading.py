@@ -13,9 +13,10 @@ from torch import Tensor
 
 from naught.answers import Answers
 from naught.checkpoints import Manifest, Store, Table
+from naught.dividing import wholes_of
 from naught.errors import CheckpointError, RankMismatch
 from naught.saves.contents import Contents
-from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches
+from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches, whole_of
 from naught.saves.memory import Memory, recall, recall_rates, refuse_other_rates
 from naught.saves.numbers import number_of
 from naught.saves.own_states import OWN, RANDOM, buffer_shapes, own_tensors, put_own
@@ -82,6 +83,11 @@ class _Reading:
         self.blanks: list[tuple[Tensor | StoredPart, float]] = []  # states that no update has touched, and what they start from
         self.memory = Memory.of(contents.saved.manifest.engine, contents.saved.tag)
         self.own: dict[str, Tensor] = {}  # what a rank had for itself
+        self.withins = wholes_of(engine.module)
+
+    def names(self, segment: Segment) -> list[str]:
+        """What the checkpoint calls the parameters of a segment."""
+        return [whole_of(slot, self.withins).name for slot in segment.layout.slots]
 
     @property
     def manifest(self) -> Manifest:
@@ -125,7 +131,7 @@ class _Reading:
         how = Updating(self.engine.optimizer.rule, self.engine.optimizer.param_groups, 0)
         for unit in self.engine.schedule.units.values():
             for segment in unit.trained:
-                known = (self.manifest.params.get(slot.name) for slot in segment.layout.slots)
+                known = map(self.manifest.params.get, self.names(segment))
                 if any(param is not None and param.updates for param in known):
                     before = set(segment.states.held)
                     segment.states.prepare(how)
@@ -176,8 +182,7 @@ class _Reading:
 
     def _start(self, segment: Segment, param: str, kind: str) -> float:
         assert self.engine.optimizer is not None
-        at = next(index for index, slot in enumerate(segment.layout.slots) if slot.name == param)
-        hyper = self.engine.optimizer.param_groups[segment.states.groups[at]]
+        hyper = self.engine.optimizer.param_groups[segment.states.groups[self.names(segment).index(param)]]
         return self.engine.optimizer.rule.states(hyper).get(kind, 0.0)
 
 
@@ -186,7 +191,7 @@ def _finish(engine: Answers, reading: _Reading) -> None:
     wanted, params = reading.wanted, reading.manifest.params
     for segment in (segment for unit in engine.schedule.units.values() for segment in unit.trained):
         if reading.with_optimizer:
-            names = [slot.name for slot in segment.layout.slots]
+            names = reading.names(segment)
             segment.states.steps = [params[name].updates if name in params else 0 for name in names]
             segment.states.numbers = [_numbers(reading.contents.tables, name, engine) for name in names]
     put_own(engine, reading.own, random_too=reading.same_world and not wanted.module_only)

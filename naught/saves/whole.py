@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from naught.answers import Answers
 from naught.checkpoints import Disk, header_of, write_shard
+from naught.dividing import Within, wholes_of
 from naught.saves.inventory import NAMES_BY_DTYPE
 from naught.saves.own_states import kept_buffers
 from naught.saves.snapshot import Kept, bytes_of
@@ -30,8 +33,17 @@ def whole_state(engine: Answers, *, frozen: bool = True, tied: bool = True, here
             with engine.passes.lending(params):
                 copies |= {param: param.detach().to("cpu", copy=True) for param in params if here}
     state = {name: copies[param] for name, param in engine.module.named_parameters(remove_duplicate=not tied) if param in copies}
+    state = _joined(state, wholes_of(engine.module))
     buffers = kept_buffers(engine) if here else {}
     return state | {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
+
+
+def _joined(state: dict[str, Tensor], withins: Mapping[str, Within]) -> dict[str, Tensor]:
+    """Pieces of layers, as the layers that they were."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in state.items():
+        parts.setdefault(withins[name].name if name in withins else name, []).append(tensor)
+    return {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in parts.items()}
 
 
 def save_weights(engine: Answers, disk: Disk, folder: str, filename: str, *, frozen: bool) -> str:
