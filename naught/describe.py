@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from naught.errors import ModelError
 from naught.tiled import TiledEmbedding, TiledLinear
-from naught.units import TILE, Node, Param
+from naught.units import UNIT, Node, Param
+from naught.vertical import Vertical
 
 __all__ = ["describe"]
 
@@ -27,7 +28,9 @@ def describe(
     """A module tree as plain data; a parameter under two names has one key. `dtypes` says which types it is to have."""
     keys: dict[int, int] = {}
     layers = [layer for layer in module.modules() if isinstance(layer, TiledLinear | TiledEmbedding)]
-    tiles = {id(piece) for layer in layers for piece in layer.pieces}
+    units = {id(piece) for layer in layers for piece in layer.pieces} | {
+        id(part) for part in module.modules() if isinstance(part, Vertical)
+    }
 
     def visit(inner: nn.Module, name: str) -> Node:
         own = [
@@ -41,7 +44,7 @@ def describe(
             for short, param in inner.named_parameters(recurse=False)
         ]
         children = [visit(child, f"{name}.{short}".removeprefix(".")) for short, child in inner.named_children()]
-        return Node(name, TILE if id(inner) in tiles else type(inner).__qualname__, tuple(own), tuple(children))
+        return Node(name, UNIT if id(inner) in units else type(inner).__qualname__, tuple(own), tuple(children))
 
     return visit(module, "")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from naught.layout import Layout, lay_out
 
-__all__ = ["TILE", "Node", "Param", "SegmentKey", "UnitRules", "UnitSpec", "find_units", "segments"]
+__all__ = ["UNIT", "Node", "Param", "SegmentKey", "UnitRules", "UnitSpec", "find_units", "segments"]
 
 # Groups of like children are rows of blocks if they hold this share of their parent's parameters together, and each
 # a part of it: two small norms beside the blocks are none.
@@ -20,7 +20,7 @@ _STACK_SHARE = 1 / 2
 _LISTS = ("ModuleList", "Sequential")
 # Modules whose parameters others read without calling them: they belong to whoever does.
 _NEVER_CALLED = ("ParameterList", "ParameterDict", "NonDynamicallyQuantizableLinear")
-TILE = "a piece of a layer"  # the kind of a module that is a unit wherever it is: also inside of another
+UNIT = "a unit"  # the kind of a module that is one wherever it is, also inside of another: what is in it is not looked at
 # A single layer outside the blocks (an embedding, a head) is a unit of its own from this share of a block.
 _LAYER_SHARE = 1 / 8
 
@@ -96,7 +96,7 @@ def find_units(root: Node, rules: UnitRules | None = None) -> tuple[UnitSpec, ..
     """
     rules = rules or UnitRules()
     blocks = _blocks(root, rules)
-    tiles = {node.name for node in root.walk() if node.kind == TILE}
+    tiles = {node.name for node in root.walk() if node.kind == UNIT}
     homes = {"", *blocks, *_layers(root, blocks, rules), *tiles}
     uses: dict[int, list[str]] = defaultdict(list)
     params: dict[int, Param] = {}
@@ -164,7 +164,7 @@ def _layers(root: Node, blocks: set[str], rules: UnitRules) -> set[str]:
 
     def visit(node: Node) -> None:
         for child in node.children:
-            if child.name in blocks:
+            if child.name in blocks or child.kind == UNIT:
                 continue
             called = child.kind not in _NEVER_CALLED
             if called and not child.children and child.params and child.numel() >= max(1, _LAYER_SHARE * heaviest):

@@ -33,12 +33,14 @@ from naught.placement import Tier
 from naught.spill import Stored
 from naught.tiers import disk_folder, disk_side
 from naught.tiled import TiledEmbedding, TiledLinear, chunked_cross_entropy
+from naught.vertical import Vertical
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "TiledEmbedding",
     "TiledLinear",
+    "Vertical",
     "chunked_cross_entropy",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",

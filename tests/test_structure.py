@@ -75,7 +75,7 @@ LAYERS = [
         "checkpoints.draft",
         "checkpoints",
     ],
-    ["tiled", "describe", "trace", "modules", "needs"],
+    ["tiled", "vertical", "describe", "trace", "modules", "needs"],
     ["precision"],
     ["cpu", "accelerator", "devices", "streams"],
     [
@@ -192,6 +192,7 @@ ORDER = [name for row in LAYERS for name in row]
 TORCH_ALLOWED = {
     *(
         "describe",
+        "vertical",
         "tiled",
         "trace",
         "modules",
