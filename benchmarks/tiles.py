@@ -1,5 +1,5 @@
-"""A linear layer that is too large to be gathered, whole and in pieces, under a limit of GPU memory: forward, backward and a step of
-gradient descent. Weights, gradients and masters rest on the host.
+"""A linear layer that is too large to be gathered, whole and in pieces, under a limit of GPU memory: forward, backward and a step
+of gradient descent. Weights, gradients and masters rest on the host.
 
 python benchmarks/tiles.py                         # 64K x 64K, 16 pieces, 6 GiB
 python benchmarks/tiles.py --width 65536 --tiles 16 --gib 6
@@ -50,14 +50,14 @@ def _train(options: argparse.Namespace, tiles: int) -> str:
         "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "offload_optimizer": on_host, "offload_param": on_host},
-        "naught": {"tiles": tiles, "gpu_memory": int(options.gib * GIB), "activation_memory": GIB // 4},
+        "naught": {"tiles": tiles, "gpu_memory": int(options.gib * GIB), "activation_memory": int(options.gib * GIB / 8)},
     }
     try:
         engine = naught.initialize(model=model, config=config)[0]
     except PlacementError as error:
         return f"refused: {error}"
     seconds, losses = [], []
-    for step in range(3):
+    for _ in range(3):
         torch.manual_seed(0)
         began = time.perf_counter()
         loss = engine(torch.randn(options.tokens, options.width, device=engine.device, dtype=torch.bfloat16))

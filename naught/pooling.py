@@ -17,6 +17,7 @@ from naught.sizes import PlacedRun, resting_bytes
 
 __all__ = ["Limits", "place_in_pool", "refuse_full_disk", "refuse_what_does_not_fit"]
 
+_TILES = (2, 4, 8, 16, 32, 64)
 _ON_DISK = "name a folder for what has no room in naught.nvme_path"
 
 
@@ -70,7 +71,12 @@ def refuse_what_does_not_fit(placed: Sequence[PlacedRun], limits: Limits) -> Non
     uniform = {name: [PlacedRun(run, place) for run in runs] for name, place in PLACEMENTS.items()}
     others = (name for name, rows in uniform.items() if "disk" not in name and _forecast(rows, limits).fits)
     nearest = next(others, None)
-    fix = f"{nearest} would fit" if nearest else 'set naught.placement to "auto", which uses all tiers as one memory'
+    tiles = next((tiles for tiles in _TILES if _forecast(placed, limits, tiles).fits), None)
+    fix = 'set naught.placement to "auto", which uses all tiers as one memory'
+    if nearest:
+        fix = f"{nearest} would fit"
+    elif tiles:
+        fix = f"set naught.tiles to {tiles}, which gathers layers in as many pieces"
     raise PlacementError(
         f"the plan does not fit: {_needs(found)}",
         where="naught.gpu_memory, naught.host_memory",
@@ -78,9 +84,9 @@ def refuse_what_does_not_fit(placed: Sequence[PlacedRun], limits: Limits) -> Non
     )
 
 
-def _forecast(placed: Sequence[PlacedRun], limits: Limits) -> Forecast:
+def _forecast(placed: Sequence[PlacedRun], limits: Limits, tiles: int = 1) -> Forecast:
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    return forecast("run", placed, limits.activations, limits.machine, job)
+    return forecast("run", placed, limits.activations, limits.machine, job, tiles=tiles)
 
 
 def _needs(found: Forecast) -> str:
