@@ -6,6 +6,7 @@ python benchmarks/h200.py large              # 6.86B with the optimizer on the h
 python benchmarks/h200.py largest            # how large a model trains on the GPU and the host together
 python benchmarks/h200.py capped             # the same with 32 GiB of GPU memory
 python benchmarks/h200.py disk               # states on disk, in NAUGHT_BENCH_FOLDER
+python benchmarks/h200.py infinity           # the largest on GPU, host and disk together
 python benchmarks/h200.py --only torch,ours-2 stages
 
 Each system trains in a process of its own: the same model, tokens, batch and precision (bf16, one checkpoint a block, AdamW,
@@ -88,6 +89,7 @@ TABLES: dict[str, list[Row]] = {
         Row("ours-auto-nvme", deep(12), 4, 16.0, 32.0),  # fits neither on the GPU nor on the host
         Row("deepspeed-3-nvme", steps=3),
     ],
+    "infinity": [Row("torch"), Row("ours-auto-nvme", deep(62), 3)],
 }
 
 
