@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from naught.errors import ModelError
-from naught.tiled import TiledEmbedding, TiledLinear
+from naught.tiled import pieces_of
 from naught.units import UNIT, Node, Param
 from naught.vertical import Vertical
 
@@ -27,10 +27,8 @@ def describe(
 ) -> Node:
     """A module tree as plain data; a parameter under two names has one key. `dtypes` says which types it is to have."""
     keys: dict[int, int] = {}
-    layers = [layer for layer in module.modules() if isinstance(layer, TiledLinear | TiledEmbedding)]
-    units = {id(piece) for layer in layers for piece in layer.pieces} | {
-        id(part) for part in module.modules() if isinstance(part, Vertical)
-    }
+    parts = [part for part in module.modules() if isinstance(part, Vertical)]
+    units = {id(part) for part in (*pieces_of(module), *parts)}
 
     def visit(inner: nn.Module, name: str) -> Node:
         own = [

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from naught.born import lend, take_back
-from naught.tiled import TiledEmbedding, TiledLinear
+from naught.tiled import TiledEmbedding, TiledLinear, pieces_of
 
 __all__ = ["Within", "divide", "replace_in_groups", "tile_linears", "wholes_of"]
 
@@ -65,7 +65,7 @@ class _Place(NamedTuple):
 def _layers(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[_Place]:
     """Layers that can be divided: of these very kinds, and not tied to others."""
     users = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    divided = {id(piece) for layer in model.modules() if isinstance(layer, Pieces) for piece in layer.pieces}
+    divided = set(map(id, pieces_of(model)))
     for name, parent in list(model.named_modules()):
         for short, child in list(parent.named_children()):
             if type(child) not in kinds or id(child) in divided or (isinstance(child, nn.Embedding) and not _is_plain(child)):

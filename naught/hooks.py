@@ -68,7 +68,8 @@ class _Edge:
 
 
 class Hooks:
-    """Listens to a module and its units, and to the gradients of large parameters, until it is removed."""
+    """Listens to a module and its units, and to the gradients of large parameters, until it is removed. `pieces` has the trained
+    parameters of units that are pieces of layers."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Hooks:
         *,
         frozen: Collection[str],
         large: Collection[nn.Parameter],
+        pieces: Mapping[str, Collection[nn.Parameter]],
     ) -> None:
         self.listener, self.frozen = listener, frozen
         self.fire = self._fire_of_a_pass()
@@ -97,6 +99,11 @@ class Hooks:
         self._keep(module.register_forward_hook(self._end_of(module), always_call=True))
         for param in large:
             self._keep(param.register_post_accumulate_grad_hook(listener.made))  # type: ignore[no-untyped-call]
+        self.pieces = pieces
+        self.unmade: dict[str, set[nn.Parameter]] = {}  # gradients that tell, and are not made yet
+        for name, params in pieces.items():
+            for param in params:
+                self._keep(param.register_post_accumulate_grad_hook(self._made_of(name)))  # type: ignore[no-untyped-call]
         for inner in module.modules():
             self._keep(inner.register_state_dict_pre_hook(_if_same(inner, listener.exported)))  # type: ignore[no-untyped-call]
             self._keep(inner.register_load_state_dict_pre_hook(_if_same(inner, listener.imported)))  # type: ignore[no-untyped-call]
@@ -122,6 +129,7 @@ class Hooks:
         self.calls = dict.fromkeys(self.calls, 0)
         self.stack.clear()
         self.through.clear()
+        self.unmade.clear()
         self.depth = 0
 
     def borrow(self, unit: str) -> None:
@@ -192,10 +200,25 @@ class Hooks:
             self.stack.append(unit)
             self._say(Moment.ENTER, unit)
             inputs = _inside_graph((args, kwargs) if kwargs else args)
-            if inputs:  # else nothing will tell that its backward is over: the end of the pass does
+            if inputs:  # else nothing will tell that its backward is over, for most units: the end of the pass does
                 self._watch(unit, inputs)
+            elif unit in self.pieces:
+                self.unmade[unit] = set(self.pieces[unit])
 
         return enter
+
+    def _made_of(self, unit: str) -> Callable[[nn.Parameter], None]:
+        """A piece of a layer that was given nothing inside the graph is done when all of its gradients are made."""
+
+        def made(param: nn.Parameter) -> None:
+            waiting = self.unmade.get(unit)
+            if waiting is not None:
+                waiting.discard(param)
+                if not waiting:
+                    del self.unmade[unit]
+                    self._say_done(unit)
+
+        return made
 
     def _watch(self, unit: str, inputs: Collection[Tensor]) -> None:
         """A unit's backward is over when these have their gradients."""

@@ -16,6 +16,7 @@ from naught.lending import Lending
 from naught.schedule import Schedule
 from naught.scout import Scout
 from naught.steps import Moment, Pass
+from naught.tiled import pieces_of
 from naught.update import misused
 from naught.watch import Watch
 
@@ -58,7 +59,13 @@ class Passes:
         modules = dict(module.named_modules())
         frozen = {name for name, unit in schedule.units.items() if not unit.trained}
         inner = {name: modules[name] for name in schedule.units}
-        self.hooks = Hooks(module, inner, self, frozen=frozen, large=self.large)
+        divided = set(map(id, pieces_of(module)))
+        pieces = {
+            name: [param for segment in unit.trained for param in segment.weights.params]
+            for name, unit in schedule.units.items()
+            if id(inner[name]) in divided
+        }
+        self.hooks = Hooks(module, inner, self, frozen=frozen, large=self.large, pieces=pieces)
         if schedule.units[""].placement.param.split:
             self.hooks.add_doors("", _doors(modules, schedule.units))
         for name, param in loans_of(module):

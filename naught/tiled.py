@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from naught.errors import UsageError
 
-__all__ = ["TiledEmbedding", "TiledLinear", "chunked_cross_entropy"]
+__all__ = ["TiledEmbedding", "TiledLinear", "chunked_cross_entropy", "pieces_of"]
 
 
 class TiledLinear(nn.Module):
@@ -74,7 +74,7 @@ class TiledLinear(nn.Module):
     def _row(self, pieces: nn.ModuleList, inputs: Sequence[Tensor]) -> Tensor:
         total: Tensor | None = None
         for piece, part in zip(pieces, inputs, strict=True):
-            output = piece(part)
+            output = piece(part.view_as(part))  # a tensor of its own: its gradient tells that this piece's backward is over
             total = output if total is None else total + output
         assert total is not None
         return total
@@ -134,6 +134,11 @@ class TiledEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} x {self.embedding_dim} in {len(self.tables)} pieces"
+
+
+def pieces_of(model: nn.Module) -> list[nn.Module]:
+    """Of all layers that are in pieces."""
+    return [piece for layer in model.modules() if isinstance(layer, TiledLinear | TiledEmbedding) for piece in layer.pieces]
 
 
 def chunked_cross_entropy(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_offload import HOST, ON_GPU
 from torch import nn
 from torch.nn import functional
 from training import DEVICE, config_of, digest_in_32_bits, engine_of, my_rank
@@ -40,12 +41,18 @@ def test_along_the_outputs_it_is_the_same_to_the_last_bit(dtype, splits):
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     (tiled(ours).square().sum()).backward()
     (whole(theirs).square().sum()).backward()
-    assert torch.equal(tiled(x), whole(x))
     grads = torch.cat([row[0].weight.grad for row in tiled.linears])
-    assert torch.equal(grads, whole.weight.grad)
+    pairs = [(tiled(x), whole(x)), (grads, whole.weight.grad)]
+    # A GPU's library has other kernels for other shapes, and their sums another order.
+    alike = [torch.equal(a, b) or (ON_GPU and _close(a, b, 4 * torch.finfo(dtype).eps)) for a, b in pairs]
+    assert alike == [True, True]
     # An input's gradient is a sum over the pieces, each of them rounded.
-    bound = 2 * splits * torch.finfo(dtype).eps * theirs.grad.abs().max()
-    assert (ours.grad - theirs.grad).abs().max() <= bound
+    assert _close(ours.grad, theirs.grad, 2 * splits * torch.finfo(dtype).eps)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, share: float) -> bool:
+    """Within a share of the largest."""
+    return bool((a - b).abs().max() <= share * b.abs().max())
 
 
 def test_parts_of_inputs_and_outputs_may_stay_apart():
@@ -115,11 +122,12 @@ def test_only_a_piece_is_gathered_at_a_time(two):
 
 
 def test_training_in_pieces_is_the_same_at_every_stage_and_on_disk(two, tmp_path):
-    near = two.run(train, 0, 4, {})
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
-    for stage, zero in ((1, {}), (3, {}), (3, {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}})):
-        found = two.run(train, stage, 4, zero)
-        assert [(losses, digest) for losses, _, digest in found] == [(losses, digest) for losses, _, digest in near]
+    both = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}}
+    host = {"offload_optimizer": HOST} if ON_GPU else {}  # what the host's kernel gives is compared with what it gives
+    for stage, zero, near in ((1, {}, {}), (3, {}, {}), (3, both, host)):
+        found, expected = two.run(train, stage, 4, zero), two.run(train, 2 if near else 0, 4, near)
+        assert [(losses, digest) for losses, _, digest in found] == [(losses, digest) for losses, _, digest in expected]
 
 
 def test_a_tied_layer_stays_whole():
@@ -222,20 +230,56 @@ def started(tiles: int, own: bool = False):
     return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def divide_by_configuration(own: bool) -> list[int]:
+def divide_by_configuration(own: bool) -> list[tuple[int, int]]:
     losses, peaks = [], []
     for tiles in (1, 8):
         engine = started(tiles, own)
         losses.append(read(engine, 4))
-        peaks.append(engine.report()["peak"]["gathered weights"])
+        peak = engine.report()["peak"]
+        peaks.append((peak["gathered weights"], peak["gradient flats"]))
     torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
     return peaks
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_the_configuration_divides_large_layers(two, own):
-    for most, least in two.run(divide_by_configuration, own):
-        assert least < most / 3
+    for whole, pieces in two.run(divide_by_configuration, own):
+        assert all(least < most / 3 for most, least in zip(whole, pieces, strict=True))
+
+
+class First(nn.Module):
+    """A layer whose input is not a part of the graph, so that nothing but its own gradients tells that it is done; and others
+    that share theirs. Nothing else is in it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(128, 64) if kind == "embedding" else None
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range({"embedding": 0, "first": 1, "middle": 3}[kind]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.table is None else self.table(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def hold_one(kind: str) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    engine = engine_of(First(kind), config_of(3, more={"naught": {"tiles": 16}}, **SPREAD, stage3_prefetch_bucket_size=0))
+    for _ in range(3):
+        given = torch.arange(16) * 8 if kind == "embedding" else torch.randn(4, 64)
+        engine.backward(engine(given.to(DEVICE)))
+        engine.step()
+    peak = engine.report()["peak"]
+    units = [segment.layout.numel * 4 for unit in engine.schedule.units.values() for segment in unit.segments]
+    return peak["gathered weights"], peak["gradient flats"], max(units)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "first", "middle"])
+def test_one_piece_is_held_at_a_time(two, kind):
+    for gathered, flats, largest in two.run(hold_one, kind):
+        assert gathered == largest
+        assert flats <= 2 * largest  # one may be on its way while the next is made
 
 
 def digest_of(engine) -> str:

@@ -68,7 +68,7 @@ def train(stage: int, micro_batches: int, vertical: bool, more: dict) -> tuple[l
             engine.backward(loss)
             engine.step()
             found.append(loss.item())
-        losses.append(torch.tensor(found).mean().item())
+        losses.append(torch.tensor(found, device=DEVICE).mean().item())
     sent = engine.report()["sent"]
     return losses, digest_in_32_bits(engine), sum(nbytes for name, nbytes in sent.items() if name.startswith("all-gather"))
 
