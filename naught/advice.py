@@ -266,10 +266,12 @@ def _fill(runs: Sequence[Run], room: dict[Tier, int], world: int, job: Job, keep
                 left -= count
                 for tier, nbytes in need.items():
                     room[tier] -= nbytes * count
+                for tier in _KEPT:
+                    to_come[tier] -= kept[run][tier] * count
         if left:
             placed.append(PlacedRun(run._replace(repeat=left), _POOL[-1]))
-        for tier in _KEPT:
-            to_come[tier] -= kept[run][tier] * run.repeat
+            for tier in _KEPT:
+                to_come[tier] -= kept[run][tier] * left
     return placed
 
 

@@ -90,6 +90,9 @@ _HEEDED = (
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_model_persistence_threshold",
     "naught.nvme_path",
+    "activation_checkpointing.",
+    "naught.activations",
+    "naught.saved_tensors",
     "naught.gradients",
     "naught.tiles",
     "naught.reduce_every_micro_batch",
@@ -166,7 +169,7 @@ def build_units(
     folder = disk_folder(config)
     if folder is not None:
         with group.together():
-            placed = [PlacedRun(_run(spec), placements[spec.name]) for spec in specs]
+            placed = [PlacedRun(_run(spec, group.size), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.size, free_disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.size).values()), default=0)
     host = host_side(config, device, meter, largest)
@@ -227,7 +230,7 @@ def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: L
     """Each unit as the configuration says, within limits if it sets any."""
     if limits is None:
         return _by_stage(specs, config, world)
-    runs = [_run(spec) for spec in specs]
+    runs = [_run(spec, world) for spec in specs]
     if config.naught.placement == "stage":
         found = _by_stage(specs, config, world)
         refuse_what_does_not_fit([PlacedRun(run, found[spec.name]) for run, spec in zip(runs, specs, strict=True)], limits)
@@ -235,9 +238,11 @@ def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: L
     return dict(zip((spec.name for spec in specs), place_in_pool(runs, limits), strict=True))
 
 
-def _run(spec: UnitSpec) -> Run:
-    frozen = sum(param.numel for param in spec.params if not param.trainable)
-    return Run(spec.name, spec.numel, 1, frozen, outer=spec.name == "")
+def _run(spec: UnitSpec, world: int) -> Run:
+    """With the gaps that its flats will have: a limit counts them as well."""
+    layouts = segments(spec, world=world)
+    frozen = sum(layout.numel for key, layout in layouts.items() if not key.trainable)
+    return Run(spec.name, sum(layout.numel for layout in layouts.values()), 1, frozen, outer=spec.name == "")
 
 
 def _by_stage(specs: Sequence[UnitSpec], config: Config, world: int) -> dict[str, Placement]:

@@ -87,6 +87,9 @@ class DiskSum:
         self.stored.written()
         self.sent = self.sent._replace(norms=[norms.to(self.ferry.device) for norms in norms_of(self.stored.copy)])
 
+    def let_copy_go(self) -> None:
+        self.stored.will_change()
+
     def drop(self) -> None:
         self.sent = None
         self.stored.will_change()

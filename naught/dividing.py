@@ -15,7 +15,7 @@ from naught.tiled import TiledEmbedding, TiledLinear, pieces_of
 __all__ = ["Within", "divide", "replace_in_groups", "tile_linears", "wholes_of"]
 
 _SMALL = 16  # a layer with so small a part of the largest one's weights stays whole
-_STANDS_IN = "naught_stands_in"  # an attribute of layers that were put in the place of others
+_READERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # they read their layers' weights without calling them
 Pieces = TiledLinear | TiledEmbedding
 Replaced = Mapping[nn.Parameter, Sequence[nn.Parameter]]
 
@@ -67,6 +67,8 @@ def _layers(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[_Place]:
     users = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     divided = set(map(id, pieces_of(model)))
     for name, parent in list(model.named_modules()):
+        if isinstance(parent, _READERS):
+            continue
         for short, child in list(parent.named_children()):
             if type(child) not in kinds or id(child) in divided or (isinstance(child, nn.Embedding) and not _is_plain(child)):
                 continue
@@ -81,7 +83,7 @@ def _is_plain(layer: nn.Embedding) -> bool:
 def _divide(place: _Place, tiles: int) -> dict[nn.Parameter, Sequence[nn.Parameter]]:
     layer = place.layer
     lent = lend(list(layer.parameters()))  # if it was split while it was built
-    options: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    options: dict[str, Any] = {"device": "meta", "dtype": layer.weight.dtype}  # filled below: no random numbers are drawn for it
     pieces: Pieces
     if isinstance(layer, nn.Linear):
         splits = min(tiles, layer.out_features)
@@ -90,8 +92,8 @@ def _divide(place: _Place, tiles: int) -> dict[nn.Parameter, Sequence[nn.Paramet
     else:
         pieces = TiledEmbedding(layer.num_embeddings, layer.embedding_dim, min(tiles, layer.num_embeddings), **options)
     if not layer.weight.is_meta:
-        pieces.copy_params_from(layer)  # type: ignore[arg-type]
-    setattr(pieces, _STANDS_IN, True)
+        pieces.to_empty(device=layer.weight.device).copy_params_from(layer)  # type: ignore[arg-type]
+    pieces.stands_in = True
     replaced: dict[nn.Parameter, Sequence[nn.Parameter]] = {}
     for short, param in layer.named_parameters():
         replaced[param] = [cast(nn.Parameter, getattr(piece, short)) for piece in pieces.pieces]
@@ -99,6 +101,8 @@ def _divide(place: _Place, tiles: int) -> dict[nn.Parameter, Sequence[nn.Paramet
             piece.requires_grad_(param.requires_grad)
     setattr(place.parent, place.short, pieces)
     take_back([one._replace(param=piece) for one in lent for piece in replaced[one.param]], None)
+    for param in replaced:
+        param.data = param.data.new_empty(0)  # whoever still has it: its memory is that of the pieces
     return replaced
 
 
@@ -106,12 +110,12 @@ def wholes_of(model: nn.Module) -> dict[str, Within]:
     """What parameters of pieces that stand in for layers are of those, by the pieces' names."""
     found: dict[str, Within] = {}
     for name, layer in model.named_modules():
-        if not getattr(layer, _STANDS_IN, False):
+        if not isinstance(layer, Pieces) or not layer.stands_in:
             continue
         first: Counter[str] = Counter()
         rows: Counter[str] = Counter()
         named = {id(param): path for path, param in layer.named_parameters(prefix=name)}
-        members = [(short, param) for piece in cast(Pieces, layer).pieces for short, param in piece.named_parameters()]
+        members = [(short, param) for piece in layer.pieces for short, param in piece.named_parameters()]
         for short, param in members:
             rows[short] += param.shape[0]
         for short, param in members:

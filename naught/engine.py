@@ -25,6 +25,7 @@ from naught.parking import Parking
 from naught.passes import Passes
 from naught.planned import is_recomputing, whole_units
 from naught.precision import DTYPES, precision_of
+from naught.saved import Saves
 from naught.saves.background import Background
 from naught.shortage import Setup, changes_of, note_of
 from naught.stepping import Stepping
@@ -48,8 +49,10 @@ class Engine(Between):
         passes: Passes,
         stepping: Stepping,
         observer: Observer,
+        saves: Saves | None = None,
     ) -> None:
         super().__init__()
+        self.saves = saves  # what a backward needs rests elsewhere until then; None: where it was made
         self.module, self.settings, self.accumulation = module, settings, accumulation
         self.passes, self.stepping, self.observer = passes, stepping, observer
         self.parking = Parking(passes.schedule.units.values())
@@ -79,7 +82,9 @@ class Engine(Between):
             args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
         # A caller's own autocast holds unless the configuration has one.
         casting = torch.autocast(self.device.type, DTYPES[cast.dtype]) if cast.enabled else nullcontext()
-        with self._all_or_nothing("forward"), casting, self.observer.forward(self.module, self.global_steps + 1), self._hinting():
+        saving = self.saves.open() if self.saves is not None and torch.is_grad_enabled() else nullcontext()
+        observed = self.observer.forward(self.module, self.global_steps + 1)
+        with self._all_or_nothing("forward"), casting, saving, observed, self._hinting():
             return self.module(*args, **kwargs)
 
     @contextmanager
@@ -220,6 +225,8 @@ class Engine(Between):
             engines.drop(self.passes.homes)
             self.passes.remove()
             self.observer.close()
+            if self.saves is not None:
+                self.saves.rest.close()
             if self.optimizer is not None:
                 self.optimizer.destroy()
             self.background.wait()

@@ -119,4 +119,5 @@ def _rooms(placed: Sequence[PlacedRun], machine: Machine, job: Job) -> int:
     moments = round(job.recipe.moments / 4)
     summed = any(placement.grad.tier is Tier.DISK for _, placement in placed)
     kinds = (1 + moments + sunk + summed) if updated else int(sunk)
-    return room_bytes(largest, kinds, machine.disk_threads, machine.disk_request_bytes)
+    others = 1 + (updated and sunk)  # a load brings masters and weights of a tile to where they rest
+    return room_bytes(largest, kinds, machine.disk_threads, machine.disk_request_bytes, others)

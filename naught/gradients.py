@@ -48,6 +48,9 @@ class Sum(Protocol):
     def rewritten(self) -> None:
         """Somebody has written to the value."""
 
+    def let_copy_go(self) -> None:
+        """Nobody writes to the value: if it was made for whoever asked, it need not be kept."""
+
     def drop(self) -> None: ...
 
     def close(self) -> None:
@@ -78,6 +81,9 @@ class DeviceSum:
 
     def rewritten(self) -> None:
         """Its norm is taken when it is wanted."""
+
+    def let_copy_go(self) -> None:
+        """It is no copy."""
 
     def drop(self) -> None:
         if self.value is not None:
@@ -244,6 +250,10 @@ class Gradients:
         """Somebody has written to the sum."""
         if self.content is not Content.SUM:
             self.owned.rewritten()
+
+    def let_copy_go(self) -> None:
+        """Nobody writes to what `sum` has given."""
+        self.owned.let_copy_go()
 
     def drop(self) -> None:
         """Let go of this step's gradients."""

@@ -45,11 +45,11 @@ def staging_bytes(largest_numel: int) -> int:
     return staging_slots(largest_numel) * min(SLOT_NUMEL, largest_numel) * 4
 
 
-def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int) -> int:
+def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int, others: int = 1) -> int:
     """What is updated from disk is updated a tile at a time: of all rooms for tiles of so many kinds of states, by so many
-    threads, in requests of so many bytes at most, and of one more for whoever else reads or writes."""
+    threads, in requests of so many bytes at most, and of those for whoever else reads or writes."""
     tile = min(-(-request_bytes // (4 * TILE_STEP)), -(-largest_numel // TILE_STEP)) * TILE_STEP * 4
-    return tile * (threads * kinds + 1) if kinds else 0
+    return tile * (threads * kinds + others) if kinds else 0
 
 
 TILE_STEP = 4096  # elements: of every type a whole number of pages

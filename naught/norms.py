@@ -20,7 +20,9 @@ def norms_by_name(units: Iterable[Unit], group: Group, scale: float) -> dict[str
     names = [slot.name for segment in segments for slot in segment.layout.slots]
     squares: list[float] = []
     for segment in segments:
-        total = segment.grads.sum()
+        total = None
+        with group.noting():
+            total = segment.grads.sum()
         for slot in segment.layout.slots:
             common = intersect(slot.span, segment.layout.shard(group.rank))
             if total is None or common is None:
@@ -28,7 +30,9 @@ def norms_by_name(units: Iterable[Unit], group: Group, scale: float) -> dict[str
             else:
                 begin = segment.states.owned.start
                 squares.append(float(total[common.start - begin : common.stop - begin].double().square().sum()))
+        segment.grads.let_copy_go()
     if not names:
         return {}
+    group.look_for_faults()
     sums = group.exchange(torch.tensor(squares, dtype=torch.float64)).sum(0).tolist()
     return {name: math.sqrt(total) / scale for name, total in zip(names, sums, strict=True)}

@@ -18,6 +18,7 @@ from naught.sizes import PlacedRun, resting_bytes
 __all__ = ["Limits", "place_in_pool", "refuse_full_disk", "refuse_what_does_not_fit"]
 
 _TILES = (2, 4, 8, 16, 32, 64)
+_FEWER = "; fewer or smaller requests of the disk (aio.queue_depth, aio.block_size) need smaller buffers on the host"
 _ON_DISK = "name a folder for what has no room in naught.nvme_path"
 
 
@@ -28,6 +29,7 @@ class Limits:
     machine: Machine
     job: Job
     activation_bytes: int
+    tiles: int = 1  # into which layers are divided already
 
     @property
     def activations(self) -> ActivationBytes:
@@ -41,12 +43,13 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> list[Placement]:
     placed = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
     found = [placement for run, placement in placed for _ in range(run.repeat)]
     if not _forecast(placed, limits).fits:
-        all_on_host = _forecast([PlacedRun(run, PLACEMENTS["infinity-host"]) for run in units], limits)
+        where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
+        farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], limits)
         raise PlacementError(
-            f"the model does not fit; if all of its states were on the host, {_needs(all_on_host)}",
+            f"the model does not fit; if all of its states were {where}, {_needs(farthest)}",
             where="naught.placement",
             fix="use more ranks, a smaller model or batch, or larger limits"
-            + ("" if limits.machine.disk_bytes else f"; {_ON_DISK}"),
+            + (_FEWER if limits.machine.disk_bytes else f"; {_ON_DISK}"),
         )
     return found
 
@@ -76,7 +79,7 @@ def refuse_what_does_not_fit(placed: Sequence[PlacedRun], limits: Limits) -> Non
     if nearest:
         fix = f"{nearest} would fit"
     elif tiles:
-        fix = f"set naught.tiles to {tiles}, which gathers layers in as many pieces"
+        fix = f"set naught.tiles to {tiles * limits.tiles}, which gathers layers in as many pieces"
     raise PlacementError(
         f"the plan does not fit: {_needs(found)}",
         where="naught.gpu_memory, naught.host_memory",
@@ -92,7 +95,8 @@ def _forecast(placed: Sequence[PlacedRun], limits: Limits, tiles: int = 1) -> Fo
 def _needs(found: Forecast) -> str:
     """What each tier would hold, and may hold; and of what."""
     parts = []
-    for tier in sorted((Tier.DEVICE, Tier.HOST), key=lambda tier: found.total(tier) <= found.capacity[tier]):
+    tiers = (Tier.DEVICE, Tier.HOST, *([Tier.DISK] if found.total(Tier.DISK) else []))
+    for tier in sorted(tiers, key=lambda tier: found.total(tier) <= found.capacity[tier]):
         kinds = {category.value: nbytes for category, nbytes in found.memory[tier].items() if nbytes}
         detail = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in kinds.items())
         detail += "; never all at once" if sum(kinds.values()) > found.total(tier) else ""

@@ -285,7 +285,7 @@ class Segment:
         """A tile at a time."""
         began, desk = here(self.home.device), master.desk
         for place, tile in enumerate(master.tiles):
-            deliver(master.read(place, desk.room(0)), place, tile.span, self.weights, self.home, began, desk.room(1))
+            deliver(master.read(place, desk.room(0)), place, tile.span, self.weights, self.home, began, partial(desk.room, 1))
 
     def sources(self) -> dict[str, Tensor | StoredPart]:
         """What this rank updates, in the precision in which it does, and what the rule remembers of it: what is on disk stays

@@ -33,10 +33,11 @@ from naught.passes import Passes
 from naught.precision import loss_scale_of, precision_of
 from naught.rates import RateSchedule
 from naught.rules import RULES
+from naught.saved import Saves
 from naught.schedule import Schedule
 from naught.spill import Stored
 from naught.stepping import Scheduler, Stepping
-from naught.tiers import job_of, limits_here
+from naught.tiers import activation_rest, job_of, limits_here
 from naught.watch import Watch
 
 __all__ = ["Started", "initialize"]
@@ -85,12 +86,13 @@ def initialize(
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
         _refuse_rule(settings, chosen)
         rates = _rates(settings, chosen, lr_scheduler)
-        if settings.naught.tiles > 1:
-            replace_in_groups([] if chosen is None else chosen.param_groups, divide(model, settings.naught.tiles))
         membership = Membership(model, [] if chosen is None else chosen.param_groups)
     watch = Watch(device, model_bytes=_bytes_on(device, model))
     group = Group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=_mean(settings))
     agree(group, facts_of(model, settings, naught.__version__, membership.groups))
+    if settings.naught.tiles > 1:
+        replace_in_groups(membership.groups, divide(model, settings.naught.tiles))
+        membership = Membership(model, membership.groups)
     with group.together():
         batch = derive_batch(settings, group.size)
         observer = Observer(settings, watch, group.rank)
@@ -102,7 +104,9 @@ def initialize(
     limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
     _reserve_on_disk(passes, chosen)
     stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
-    engine = Engine(model, settings, accumulation, passes, stepping, observer)
+    rest = activation_rest(settings, device, watch.meter)
+    saves = None if rest is None else Saves(rest, everything=settings.naught.saved_tensors == "all")
+    engine = Engine(model, settings, accumulation, passes, stepping, observer, saves)
     engine.training_dataloader = loader
     engine.watchdog.start()
     return Started(engine, chosen, loader, rates)

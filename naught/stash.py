@@ -99,6 +99,9 @@ class HostSum:
         self.home.copy_(summed)  # no wider than what is summed elsewhere
         self.sent = self.sent._replace(norms=[norms.to(self.ferry.device) for norms in norms_of(summed)])
 
+    def let_copy_go(self) -> None:
+        """It is no copy."""
+
     def drop(self) -> None:
         self.sent = None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from naught.errors import StorageError
 from naught.spill import Room, Stored
 
 __all__ = ["StoredPart"]
@@ -17,8 +18,9 @@ class StoredPart:
 
     device = torch.device("cpu")
 
-    def __init__(self, stored: Stored, start: int = 0, stop: int | None = None) -> None:
+    def __init__(self, stored: Stored, start: int = 0, stop: int | None = None, *, mends: bool = False) -> None:
         self.stored, self.start, self.stop = stored, start, stored.numel if stop is None else stop
+        self.mends = mends  # all of it will be written: what is damaged is not worth an error
         self.dtype = stored.dtype
 
     def numel(self) -> int:
@@ -33,13 +35,13 @@ class StoredPart:
 
     def __getitem__(self, span: slice) -> StoredPart:
         first, last, _ = span.indices(self.numel())
-        return StoredPart(self.stored, self.start + first, self.start + last)
+        return StoredPart(self.stored, self.start + first, self.start + last, mends=self.mends)
 
     def split(self) -> Iterator[StoredPart]:
         """What is in one tile each."""
         each = self.stored.desk.tile_numel
         for start in range(self.start // each * each, self.stop, each):
-            yield StoredPart(self.stored, max(start, self.start), min(start + each, self.stop))
+            yield StoredPart(self.stored, max(start, self.start), min(start + each, self.stop), mends=self.mends)
 
     def cpu(self) -> Tensor:
         """A copy, in memory of its own: whichever thread asks."""
@@ -65,10 +67,18 @@ class StoredPart:
         place, begin = self._place()
         room, span = self.stored.desk.room(0, self.dtype.itemsize), self.stored.tiles[place].span
         if self.numel() < span.stop - span.start:
-            self.stored.read(place, room)
+            self._read_beside(place, room)
         room.of(span.stop - span.start, self.dtype)[self.start - begin : self.stop - begin].copy_(values)
         self.stored.will_change()
         self.stored.write(place, room)
+
+    def _read_beside(self, place: int, room: Room) -> None:
+        try:
+            self.stored.read(place, room)
+        except StorageError:
+            if not self.mends:
+                raise
+            room.elements.zero_()
 
     def _place(self) -> tuple[int, int]:
         """Of the tile that it is in, and of that tile's first element."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from naught.activation_rests import OnDevice, OnDisk, OnHost, Rest
 from naught.comm import Group
 from naught.comm.launch import find_seat, local_ranks
 from naught.config import Config, placement_of
@@ -29,7 +30,16 @@ from naught.precision import Precision
 from naught.shelves import HostShelf
 from naught.spill import Desk
 
-__all__ = ["disk_folder", "disk_side", "free_disk_bytes", "host_side", "job_of", "limits_here", "limits_of_bytes"]
+__all__ = [
+    "activation_rest",
+    "disk_folder",
+    "disk_side",
+    "free_disk_bytes",
+    "host_side",
+    "job_of",
+    "limits_here",
+    "limits_of_bytes",
+]
 
 _MOST_DISK_THREADS = 16  # more only wait for each other's Python
 
@@ -73,6 +83,7 @@ def limits_of_bytes(
         ),
         job_of(config, precision, moments),
         gpu // 10 if ours.activation_memory is None else ours.activation_memory,
+        ours.tiles,
     )
 
 
@@ -100,8 +111,25 @@ def free_disk_bytes(folder: str) -> int:
 def disk_side(config: Config, device: torch.device, meter: Meter, largest_numel: int) -> DiskSide | None:
     """What a rank needs on disk; None: nothing can rest there."""
     folder = disk_folder(config)
-    if folder is None:
-        return None
+    return None if folder is None else _disk_side_in(folder, config, device, meter, largest_numel)
+
+
+def activation_rest(config: Config, device: torch.device, meter: Meter) -> Rest | None:
+    """Where what a backward needs rests until then; None: where it was made."""
+    asked, ours = config.activation_checkpointing, config.naught
+    if ours.activations == "disk":
+        folder = _named_folder(config)
+        assert folder is not None, "a configuration without one is refused"
+        disk = _disk_side_in(folder, config, device, meter, config.aio.block_size // 4)
+        return OnDisk(device, meter, disk)
+    if ours.activations == "host" or asked.cpu_checkpointing:
+        return OnHost(device, meter)
+    if asked.contiguous_memory_optimization:
+        return OnDevice(device, meter, asked.number_checkpoints or 0)
+    return None
+
+
+def _disk_side_in(folder: str, config: Config, device: torch.device, meter: Meter, largest_numel: int) -> DiskSide:
     numel = min(config.aio.block_size // 4, largest_numel)
     desk = Desk(max(1, -(-numel // TILE_STEP)) * TILE_STEP, meter, register=device.type == "cuda")
     with telling("make the folder", folder, {errno.ENOTDIR: "name a folder in nvme_path, not a file"}):
@@ -116,14 +144,18 @@ def _disk_threads(config: Config) -> int:
 
 def disk_folder(config: Config) -> str | None:
     """Where states spill to; None: nowhere."""
-    zero, placement = config.zero_optimization, placement_of(config)
+    placement = placement_of(config)
     if config.naught.placement != "stage":
-        return config.naught.nvme_path
-    if all(placement.of(kind).tier is not Tier.DISK for kind in Kind):
-        return None
+        return _named_folder(config) if config.naught.nvme_path else None
+    return _named_folder(config) if any(placement.of(kind).tier is Tier.DISK for kind in Kind) else None
+
+
+def _named_folder(config: Config) -> str | None:
+    zero = config.zero_optimization
     blocks = (zero.offload_optimizer, zero.offload_param)
     named = [block.nvme_path for block in blocks if block is not None and block.nvme_path]
-    return named[0] if named else config.naught.nvme_path
+    found = named[0] if named else config.naught.nvme_path
+    return None if found is None else str(Path(found).expanduser())
 
 
 def host_side(config: Config, device: torch.device, meter: Meter, largest_numel: int) -> HostSide | None:

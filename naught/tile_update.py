@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -89,7 +90,8 @@ class TileUpdate:
 
     def _deliver(self, place: int, weights: Tensor) -> None:
         span, segment = self.master.tiles[place].span, self.segment
-        deliver(weights, place, span, segment.weights, segment.home, self.began, self.master.desk.room(1 + len(self.moments)))
+        room = partial(self.master.desk.room, 1 + len(self.moments))
+        deliver(weights, place, span, segment.weights, segment.home, self.began, room)
 
 
 def _divided(cut: Cut, each: int) -> list[Cut]:

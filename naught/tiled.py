@@ -24,6 +24,8 @@ class TiledLinear(nn.Module):
     may differ; so do those of an input's gradient, which is a sum over the pieces along the outputs.
     """
 
+    stands_in = False  # for a layer whose names and shapes checkpoints keep
+
     def __init__(
         self,
         in_features: int,
@@ -106,9 +108,11 @@ class TiledLinear(nn.Module):
 class TiledEmbedding(nn.Module):
     """An embedding, divided into tables of neighbouring rows: what the whole one gives, and so are its gradients."""
 
+    stands_in = False  # for a layer whose names and shapes checkpoints keep
+
     def __init__(self, num_embeddings: int, embedding_dim: int, splits: int = 1, **kwargs: Any) -> None:
         super().__init__()
-        _check("splits", splits, num_embeddings)
+        _check("splits", splits, num_embeddings, "rows")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.parts = _ends(num_embeddings, splits)
         self.tables = nn.ModuleList(nn.Embedding(rows, embedding_dim, **kwargs) for rows in _sizes(self.parts))
@@ -116,7 +120,12 @@ class TiledEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         found: Tensor | None = None
         for part, table in zip(_slices(self.parts), self.tables, strict=True):
-            inside = (ids >= part.start) & (ids < part.stop)
+            # The first table has what lies before it as well, and the last what lies behind: those say that it is not there.
+            inside = torch.ones_like(ids, dtype=torch.bool)
+            if part.start > 0:
+                inside &= ids >= part.start
+            if part.stop < self.num_embeddings:
+                inside &= ids < part.stop
             rows = table(torch.where(inside, ids - part.start, 0))
             # Chosen, not added: a zero that is added to a negative one changes its sign.
             found = rows if found is None else torch.where(inside.unsqueeze(-1), rows, found)
@@ -147,6 +156,8 @@ def chunked_cross_entropy(
     """The mean cross-entropy of a head's logits, of which only a chunk of the tokens' is there at a time: each chunk is computed
     again in the backward. The head is called with the hidden states of some tokens."""
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if chunks < 1:
+        raise UsageError(f"chunks is {chunks}", fix="give 1 or more")
     if len(flat) != len(wanted):
         raise UsageError(f"there are hidden states of {len(flat)} tokens, and labels of {len(wanted)}")
 
@@ -159,9 +170,9 @@ def chunked_cross_entropy(
     return total / (wanted != ignore_index).sum()
 
 
-def _check(name: str, splits: int, features: int) -> None:
-    if not 1 <= splits <= features:
-        raise UsageError(f"{name} is {splits}, and there are {features} features", fix=f"give from 1 to {features}")
+def _check(name: str, splits: int, count: int, what: str = "features") -> None:
+    if not 1 <= splits <= count:
+        raise UsageError(f"{name} is {splits}, and there are {count} {what}", fix=f"give from 1 to {count}")
 
 
 def _ends(features: int, splits: int) -> list[int]:

@@ -137,7 +137,10 @@ def _look(trained: Sequence[Segment], husks: Sequence[Husks]) -> tuple[UsageErro
 def _culprit(trained: Sequence[Segment]) -> str | None:
     """A parameter whose gradient, as far as this rank owns it, is not finite."""
     for segment in trained:
-        total = segment.grads.sum()
+        total = None
+        with segment.home.group.noting():
+            total = segment.grads.sum()
+        segment.grads.let_copy_go()
         if total is None or bool(total.isfinite().all()):
             continue
         start = segment.kept.owned.start

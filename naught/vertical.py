@@ -3,7 +3,7 @@ gathered once for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,25 +25,38 @@ class Vertical(nn.Module):
 
     def __init__(self, part: nn.Module, micro_batches: int) -> None:
         super().__init__()
-        if micro_batches < 1:
-            raise UsageError(f"micro_batches is {micro_batches}", fix="give 1 or more")
+        if not isinstance(part, nn.Module):
+            raise UsageError(f"the part is a {type(part).__name__}, not a torch.nn.Module", fix="give a module")
+        if not isinstance(micro_batches, int) or micro_batches < 1:
+            raise UsageError(f"micro_batches is {micro_batches!r}", fix="give a whole number, 1 or more")
         self.part, self.micro_batches = part, micro_batches
 
-    def forward(self, *inputs: Any) -> Any:
-        """Tensors are divided, and all of them alike; what is no tensor goes to every micro-batch as it is."""
-        columns = [self._divided(given) if isinstance(given, Tensor) else [given] * self.micro_batches for given in inputs]
-        rows = list(zip(*columns, strict=True))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Tensors are divided, and all of them alike; what is no tensor goes to every micro-batch as it is. Where no backward
+        will follow nothing is divided."""
+        if not torch.is_grad_enabled():
+            return self.part(*args, **kwargs)
+        self._check([given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)])
+        found = []
         # The last one first: a backward begins with what came last, and sums begin with the first micro-batch.
-        found = [checkpoint(self.part, *row, use_reentrant=False) for row in reversed(rows)]
+        for at in reversed(range(self.micro_batches)):
+            named = dict(zip(kwargs, self._of(kwargs.values(), at), strict=True))
+            found.append(checkpoint(self.part, *self._of(args, at), use_reentrant=False, **named))
         return _joined(found[::-1])
 
-    def _divided(self, given: Tensor) -> Sequence[Tensor]:
-        if not given.dim() or given.shape[0] % self.micro_batches:
+    def _of(self, given: Iterable[Any], at: int) -> list[Any]:
+        """What one micro-batch has of it."""
+        return [torch.chunk(value, self.micro_batches)[at] if isinstance(value, Tensor) else value for value in given]
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+        if len(sizes) != 1 or min(sizes) == 0 or min(sizes) % self.micro_batches:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "no tensor"
             raise UsageError(
-                f"an input of shape {list(given.shape)} is not {self.micro_batches} micro-batches of one size",
-                fix="give a batch whose first dimension is a multiple of micro_batches",
+                f"inputs of {shapes} are not {self.micro_batches} micro-batches of one size",
+                fix="give tensors whose first dimension is the batch's, a multiple of micro_batches; "
+                "what is the same for all of them the part itself must have",
             )
-        return torch.chunk(given, self.micro_batches)
 
     def extra_repr(self) -> str:
         return f"{self.micro_batches} micro-batches"

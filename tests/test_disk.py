@@ -39,6 +39,8 @@ from naught.fragments import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
 )
+from naught.holding import room_bytes
+from naught.placement import Kind
 from naught.spill import Desk, Room, Spill, Stored
 
 FLIPS, KILLS = (5_000, 500) if SOAK else (500, 50)
@@ -83,8 +85,9 @@ def test_training_is_the_same_with_states_on_disk(two, name, tmp_path):
 
 
 # The models, ranks, micro-batches and precisions of offload, each with a place of its own.
-_PLACES = ["both", "all", "both", "param", "stage1", "param-only", "gradients", "all", "both", "all", "both", "param-only"]
-SELECTION = [(*case[:4], place, case[5]) for case, place in zip(OFFLOADED, _PLACES, strict=False)]
+_PLACES = ["both", "all", "optim", "param", "stage1", "param-only", "gradients", "all", "both", "all", "both", "param-only"]
+_PLACES += ["stage1", "stage3", "gradients", "all", "optim"]
+SELECTION = [(*case[:4], place, case[5]) for case, place in zip(OFFLOADED, _PLACES, strict=True)]
 SELECTION += [("plain", 2, 3, 0.5, "some", BF16), ("plain", 2, 1, 0.5, "stage2", NARROW)]
 
 
@@ -243,6 +246,51 @@ def test_what_was_planned_is_what_was_held(two, tmp_path, place):
         assert sum(nbytes for name, nbytes in planned.items() if name.startswith("disk ")) > 0
 
 
+def rooms(place: str, folder: str) -> tuple[int, int]:
+    """Bytes on the host for tiles, as they are held and as they are planned."""
+    stage, zero = places(folder)[place]
+    engine = start(stage, more=BF16 | TINY_TILES, **SPREAD, **zero)
+    take_steps(engine, 2)
+    engine.save_checkpoint(f"{folder}/{place}")
+    engine.load_checkpoint(f"{folder}/{place}")
+    take_steps(engine, 1, first=2)
+    held = engine.report()["peak"]["host rooms"]
+    disk = {kind: any(unit.placement.of(kind).tier == "disk" for unit in engine.schedule.units.values()) for kind in Kind}
+    updated, sunk, summed = disk[Kind.OPTIM], disk[Kind.PARAM], disk[Kind.GRAD]
+    kinds = (3 + sunk + summed) if updated else int(sunk)
+    largest = max(segment.layout.shard_numel for unit in engine.schedule.units.values() for segment in unit.segments)
+    engine.destroy()
+    return held, room_bytes(largest, kinds, 16, 4096 * 4, 1 + (updated and sunk))
+
+
+@pytest.mark.parametrize("place", ["stage2", "gradients", "optim", "both", "all"])
+def test_rooms_for_tiles_are_as_planned(two, tmp_path, place):
+    for held, planned in two.run(rooms, place, str(tmp_path)):
+        assert held <= planned
+
+
+def flip_and_load(folder: str) -> bool:
+    """A tile that is damaged is written anew by a load, also where several parameters share it."""
+    stage, zero = places(folder)["both"]
+    engine = start(stage, more=BF16, **SPREAD, **zero)
+    take_steps(engine, 2)
+    engine.save_checkpoint(f"{folder}/saved")
+    before = digest_in_32_bits(engine)
+    if my_rank() == 1:
+        segment = next(segment for unit in engine.schedule.units.values() for segment in unit.trained)
+        segment.kept.master.sums[0] ^= 1
+        segment.kept.master.will_change()
+    engine.load_checkpoint(f"{folder}/saved")
+    mended = digest_in_32_bits(engine) == before
+    take_steps(engine, 1, first=2)
+    engine.destroy()
+    return mended
+
+
+def test_a_load_mends_what_is_damaged(two, tmp_path):
+    assert two.run(flip_and_load, str(tmp_path)) == [True, True]
+
+
 def spill_and_leave(folder: str) -> list[str]:
     stage, zero = places(folder)["both"]
     engine = start(stage, **SPREAD, **zero)
@@ -307,7 +355,8 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
 
 def pooled(gpu: str, host: str, folder: str | None) -> tuple[list[float], str, set[str]]:
     limits = {"gpu_memory": gpu, "host_memory": host, "activation_memory": 1, "placement": "auto", "nvme_path": folder}
-    engine = start(3, more=BF16 | TINY_TILES | {"naught": limits}, stage3_param_persistence_threshold=0)
+    few = {"aio": TINY_TILES["aio"] | {"queue_depth": 2, "thread_count": 2}}
+    engine = start(3, more=BF16 | few | {"naught": limits}, stage3_param_persistence_threshold=0)
     tiers = {str(unit.placement.of(kind).tier) for unit in engine.schedule.units.values() for kind in ("param", "grad", "optim")}
     return take_steps(engine, 3), digest_in_32_bits(engine), tiers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -125,7 +126,7 @@ def rooms_of(placed: list[PlacedRun], ranks: int) -> int:
     largest = max(pad(run.numel, ranks, ALIGN_NUMEL) for run, _ in placed) // ranks
     tile = min(4 * pad(largest, 1, 4096), 1 << 22)
     kinds = (3 + summed) * updated + sunk
-    return tile * (16 * kinds + 1) if kinds else 0
+    return tile * (16 * kinds + 1 + (updated and sunk)) if kinds else 0
 
 
 @given(mixtures(), st.sampled_from([1, 2]), st.integers(1, 3))
@@ -381,3 +382,18 @@ def test_without_a_gpu_host_memory_is_the_device():
 def test_impossible_machines_and_jobs_are_refused(bad):
     with pytest.raises(UsageError):
         bad()
+
+
+def test_a_row_of_units_is_placed_as_its_units_are():
+    """Whether they are told as one run or one by one."""
+    machine, job = machine_of(1), Job()
+    machine = replace(machine, gpu=machine.gpu._replace(memory_bytes=6 * 10**9), host_bytes=4 * 10**9, disk_bytes=10**12)
+    together, apart = [Run("block", 10**7, 64)], [Run(f"block {at}", 10**7) for at in range(64)]
+    counts = []
+    for runs in (together, apart):
+        found: Counter[Placement] = Counter()
+        for run, placement in pool(runs, lambda _: NOTHING, machine, job, automatic=False, tiles=False):
+            found[placement] += run.repeat
+        counts.append(found)
+    assert counts[0] == counts[1]
+    assert len(counts[0]) > 1

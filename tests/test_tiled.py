@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 from training import DEVICE, config_of, digest_in_32_bits, engine_of, my_rank
 
-from naught import initialize
-from naught.errors import UsageError
+from naught import initialize, zero
+from naught.dividing import divide
+from naught.errors import NaughtError, UsageError
 from naught.zero import TiledEmbedding, TiledLinear, chunked_cross_entropy, tile_linears
 
 SPREAD = {"stage3_param_persistence_threshold": 0}
@@ -125,8 +126,8 @@ def test_training_in_pieces_is_the_same_at_every_stage_and_on_disk(two, tmp_path
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     both = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}}
     host = {"offload_optimizer": HOST} if ON_GPU else {}  # what the host's kernel gives is compared with what it gives
-    for stage, zero, near in ((1, {}, {}), (3, {}, {}), (3, both, host)):
-        found, expected = two.run(train, stage, 4, zero), two.run(train, 2 if near else 0, 4, near)
+    for stage, offload, near in ((1, {}, {}), (3, {}, {}), (3, both, host)):
+        found, expected = two.run(train, stage, 4, offload), two.run(train, 2 if near else 0, 4, near)
         assert [(losses, digest) for losses, _, digest in found] == [(losses, digest) for losses, _, digest in expected]
 
 
@@ -313,3 +314,55 @@ def test_a_checkpoint_knows_layers_and_not_their_pieces(two, tmp_path):
         ((loaded, imported, gone_on),) = set(two.run(load_in_pieces, str(tmp_path), tiles))
         assert loaded == imported == saved
         assert tiles != 4 or gone_on == later
+
+
+def test_rows_that_are_not_there_are_told():
+    layer = TiledEmbedding(10, 4, 3)
+    for wrong in (-1, 10, -100):
+        with pytest.raises(IndexError):
+            layer(torch.tensor([3, wrong]))
+    with pytest.raises(UsageError, match="splits is 4, and there are 3 rows"):
+        TiledEmbedding(3, 4, 4)
+
+
+def test_dividing_takes_no_memory_and_draws_no_numbers():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.TransformerEncoderLayer(64, 2, 64))
+    whole = [layer.weight for layer in model[:2]]
+    before = torch.get_rng_state()
+    replaced = divide(model, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sum(param.nbytes for param in whole) == 0
+    assert len(replaced) == 4, "the encoder's layer reads its weights: those stay"
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 3, 64))
+
+
+def differ(how: str) -> str:
+    """Ranks that differ are told so before anything that is split is brought together."""
+    with zero.Init(window_bytes=1):
+        model = Reader()
+    mine = my_rank() == 1
+    config = config_of(3, more={"naught": {"tiles": 4 if how == "tiles" and mine else 2}}, **SPREAD)
+    optimizer = "nonsense" if how == "mistake" and mine else None
+    with pytest.raises(NaughtError) as found:
+        initialize(model=model, optimizer=optimizer, config=config)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(("how", "words"), [("tiles", "tiles"), ("mistake", "the optimizer is a str")])
+def test_ranks_that_differ_are_told_before_anything_is_divided(two, how, words):
+    assert all(words in story for story in two.run(differ, how))
+
+
+def read_one_that_was_split(tiles: int) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    with zero.Init(window_bytes=1):
+        model = Reader()
+    engine = engine_of(model, config_of(3, more={"naught": {"tiles": tiles}}, **SPREAD))
+    return read(engine, 2), digest_of(engine)
+
+
+def test_a_model_that_was_split_while_it_was_built_is_divided(two):
+    found = two.run(read_one_that_was_split, 4)
+    torch.testing.assert_close(found[0][0], two.run(read_one_that_was_split, 1)[0][0], rtol=1e-4, atol=0)
+    assert found[0][1] == found[1][1]

@@ -109,12 +109,12 @@ def forget(dropout: float) -> tuple[float, float]:
     loss().backward()
     step = torch.zeros_like(weight)
     step[3, 4] = 1e-6
-    with torch.no_grad():
-        weight += step
-        up = loss()
-        weight -= 2 * step
-        down = loss()
-    return (up - down).item() / 2e-6, weight.grad[3, 4].item()
+    losses = []
+    for change in (step, -2 * step):
+        with torch.no_grad():
+            weight += change
+        losses.append(loss().item())
+    return (losses[0] - losses[1]) / 2e-6, weight.grad[3, 4].item()
 
 
 def test_dropout_is_drawn_again_as_it_was():
@@ -126,10 +126,28 @@ def test_dropout_is_drawn_again_as_it_was():
 def test_mistakes_are_told():
     with pytest.raises(UsageError, match="micro_batches is 0"):
         Vertical(nn.Linear(2, 2), 0)
-    with pytest.raises(UsageError, match=r"an input of shape \[3, 2\] is not 2 micro-batches of one size"):
+    with pytest.raises(UsageError, match=r"inputs of \[3, 2\] are not 2 micro-batches of one size"):
         Vertical(nn.Linear(2, 2), 2)(torch.ones(3, 2))
+    with pytest.raises(UsageError, match=r"inputs of \[4, 2\], \[2, 2\] are not 2 micro-batches"):  # a table would be divided
+        Vertical(nn.Bilinear(2, 2, 2), 2)(torch.ones(4, 2), torch.ones(2, 2))
+    with pytest.raises(UsageError, match="inputs of no tensor"):
+        Vertical(nn.Linear(2, 2), 2)()
+    with pytest.raises(UsageError, match="the part is a function"):
+        Vertical(lambda x: x, 2)
     with pytest.raises(UsageError, match="a part gave a dict"):
         Vertical(Giving(), 2)(torch.ones(2, 2))
+
+
+def test_names_are_divided_too_and_an_evaluation_is_not():
+    part = nn.Linear(2, 2)
+    seen = []
+    whole = Vertical(part, 2)
+    torch.testing.assert_close(whole(torch.eye(2)), part(torch.eye(2)))
+    assert torch.equal(whole(input=torch.ones(4, 2)), whole(torch.ones(4, 2)))
+    part.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with torch.no_grad():
+        assert whole(torch.ones(3, 2)).shape == (3, 2)
+    assert seen == [3]
 
 
 class Giving(nn.Module):

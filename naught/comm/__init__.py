@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed as _torchs
 
+from naught.comm.among import Among
 from naught.comm.group import SAME_ORDER, Group, Mean, Waits
 from naught.comm.ledger import Ledger
 from naught.comm.mail import Mail
@@ -19,6 +20,7 @@ from naught.comm.wires import Pending
 
 __all__ = [
     "SAME_ORDER",
+    "Among",
     "Group",
     "Ledger",
     "Mail",

@@ -97,13 +97,22 @@ def _offload(config: Config) -> Iterator[Conflict]:
         where = "naught.nvme_path" if config.naught.nvme_path else "zero_optimization.offload_optimizer.device"
         paths = ("naught.small_moments", where)
         yield Conflict(paths, "moments of 8 bits rest on the device or the host, not on disk", "keep one of the two")
+    if config.naught.activations == "disk" and not _disk_path(config) and "naught.nvme_path" not in config.auto:
+        paths = ("naught.activations", "naught.nvme_path")
+        yield Conflict(paths, "is disk, but no nvme_path is set", "set naught.nvme_path")
+    if config.naught.saved_tensors == "all" and config.naught.activations == "device":
+        paths = ("naught.saved_tensors", "naught.activations")
+        yield Conflict(paths, "all that is saved stays on the device", 'set naught.activations to "host" or "disk"')
     if config.naught.gradients in ("host", "disk") and zero.stage < 2 and known_stage:
         paths = ("naught.gradients", "zero_optimization.stage")
         yield Conflict(paths, f"whole gradients (stage {zero.stage}) cannot leave the device", "set stage to 2 or 3")
-    elif config.naught.gradients == "disk" and not _disk_path(config) and "naught.nvme_path" not in config.auto:
+    if config.naught.gradients == "disk" and not _disk_path(config) and "naught.nvme_path" not in config.auto:
         yield Conflict(("naught.gradients", "naught.nvme_path"), "is disk, but no nvme_path is set", "set naught.nvme_path")
-    elif config.naught.placement == "stage" and _depth(_DEVICES.get(config.naught.gradients)) > _depth(
-        optim.device if optim else None
+    unknown = "zero_optimization.offload_optimizer.device" in config.auto or (known_stage and zero.stage < 2)
+    if (
+        config.naught.placement == "stage"
+        and not unknown
+        and _depth(_DEVICES.get(config.naught.gradients)) > _depth(optim.device if optim else None)
     ):
         paths = ("naught.gradients", "zero_optimization.offload_optimizer.device")
         what = "gradients would rest farther away than the optimizer states that they are for"

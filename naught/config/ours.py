@@ -42,8 +42,21 @@ class Naught(Block):
         Literal["follow", "device", "host", "disk"],
         Key("tier of split gradients; follow: host when the optimizer has left the device"),
     ] = "follow"
+    activations: Annotated[
+        Literal["device", "host", "disk"],
+        Key(
+            "where activations rest between forward and backward; host is what activation_checkpointing.cpu_checkpointing is. "
+            "The result is the same"
+        ),
+    ] = "device"
+    saved_tensors: Annotated[
+        Literal["checkpoints", "all"],
+        Key("which ones rest there: the inputs of checkpoints, or all that autograd saves, for models without checkpoints"),
+    ] = "checkpoints"
     tiles: Annotated[
-        Whole, Field(ge=1, le=4096), Key("pieces into which each large linear layer is split, to gather one at a time")
+        Whole,
+        Field(ge=1, le=4096),
+        Key("pieces into which large linear layers and embeddings are split, to gather one at a time; stage 3"),
     ] = 1
     nvme_path: Annotated[Text | None, Key("folder for what the pool puts on disk")] = None
     reduce_every_micro_batch: Annotated[

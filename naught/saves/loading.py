@@ -163,6 +163,8 @@ class _Reading:
     def _find_places(self) -> None:
         made = {(id(states), name) for states, names in self.made for name in names}
         for kind, segment, tensor, pieces in stretches(self.engine, share=False):
+            if isinstance(tensor, StoredPart):
+                tensor.mends = self.wanted.strict
             if kind != WEIGHTS and not self.with_optimizer:
                 continue
             for piece in pieces:

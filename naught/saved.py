@@ -1,0 +1,77 @@
+"""Saved: tensors that a backward will need, and that rest elsewhere until then. Autograd asks for each as it saves it, and again
+when it needs it: what checkpoints keep of a forward, or all that it keeps."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import AbstractContextManager
+from types import FrameType
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from naught.activation_rests import Rest, Resting
+
+__all__ = ["Saves"]
+
+_BETWEEN = {__file__, torch.autograd.function.__file__}  # between what saves a tensor and us
+_LEAST_BYTES = 1 << 16  # what is smaller stays: moving it would cost more than it gains
+
+
+class _Saved:
+    """What autograd holds instead of a tensor."""
+
+    __slots__ = ("__weakref__", "resting", "shape")
+
+    def __init__(self, resting: Resting, shape: torch.Size) -> None:
+        self.resting, self.shape = resting, shape
+
+
+class Saves:
+    """Puts tensors away while a forward runs, those that checkpoints keep or all of them, and brings them back: the last one
+    first, and the one before it meanwhile."""
+
+    def __init__(self, rest: Rest, *, everything: bool = False) -> None:
+        self.rest, self.everything = rest, everything
+        self.order: list[weakref.ref[_Saved]] = []
+
+    def open(self) -> AbstractContextManager[None]:
+        """While a forward runs."""
+        self.order = [ref for ref in self.order if ref() is not None]
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        if not self._goes(tensor):
+            return tensor
+        saved = _Saved(self.rest.put(tensor.detach().contiguous().view(-1)), tensor.shape)
+        self.order.append(weakref.ref(saved))
+        return saved
+
+    def _goes(self, tensor: Tensor) -> bool:
+        """Weights stay, and what is a part of them: an engine moves those itself."""
+        if tensor.nbytes < _LEAST_BYTES or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+            return False
+        if self.everything:
+            return not isinstance(tensor._base, nn.Parameter)
+        return _by_a_checkpoint()
+
+    def _unpack(self, held: Tensor | _Saved) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        while self.order and self.order[-1]() in (None, held):
+            self.order.pop()
+        before = self.order[-1]() if self.order else None
+        found = held.resting.back().view(held.shape)
+        if before is not None:
+            before.resting.ask()
+        return found
+
+
+def _by_a_checkpoint() -> bool:
+    """Whether it is torch's checkpoint that saves a tensor: its inputs, from which it computes the rest again."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _BETWEEN:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
