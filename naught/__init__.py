@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from naught import accelerator, comm, ops, utils, zero
+    from naught import accelerator, checkpointing, comm, ops, utils, zero
     from naught.accelerator import get_accelerator
     from naught.advice import Advice, advise
     from naught.arguments import add_config_arguments
@@ -73,6 +73,7 @@ _HOMES = {
     "recipe": "formulas",
     "show": "showing",
     "utils": "",
+    "checkpointing": "",
     "zero": "",
 }
 
@@ -97,6 +98,7 @@ __all__ = [
     "accelerator",
     "add_config_arguments",
     "advise",
+    "checkpointing",
     "comm",
     "detect",
     "get_accelerator",

@@ -104,6 +104,8 @@ def initialize(
     limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
     _reserve_on_disk(passes, chosen)
     stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
+    if settings.activation_checkpointing.partition_activations:
+        _LOG.warning("activations are split over model-parallel ranks, and there are none: they stay whole")
     rest = activation_rest(settings, device, watch.meter)
     saves = None if rest is None else Saves(rest, everything=settings.naught.saved_tensors == "all")
     engine = Engine(model, settings, accumulation, passes, stepping, observer, saves)

@@ -208,7 +208,11 @@ BROKEN: dict[str, tuple[object, dict[str, str]]] = {
         {"optimizer.params.nesterov": "needs a momentum"},
     ),
     "whole gradients off the device": ({**z(stage=1), "naught": {"gradients": "host"}}, {"naught.gradients": "cannot leave the device"}),
-    "gradients on no disk": ({**z(stage=3), "naught": {"gradients": "disk"}}, {"naught.gradients": "no nvme_path is set"}),
+    "gradients on no disk": ({**z(stage=3), "naught": {"gradients": "disk"}}, {"naught.gradients": "farther away than the optimizer states"}),
+    "gradients in a pool on no disk": (
+        {**z(stage=3), "naught": {"placement": "pooled", "gradients": "disk"}},
+        {"naught.gradients": "no nvme_path is set"},
+    ),
     # refused
     "quantised weights": (z(stage=3, zero_quantized_weights=True), {f"{Z}.zero_quantized_weights": "is not available: ZeRO++"}),
     "secondary partition": (z(stage=3, zero_hpz_partition_size=8), {f"{Z}.zero_hpz_partition_size": "is not available"}),

@@ -272,7 +272,7 @@ def test_destroy_gives_the_model_back_and_leaves_nothing_behind():
     ("changes", "words"),
     [
         ({"gradient_clipping": "auto"}, '"auto" is left in gradient_clipping'),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
     ],
 )
 def test_what_the_engine_cannot_do_yet_it_refuses(changes, words):

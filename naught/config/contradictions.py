@@ -106,18 +106,15 @@ def _offload(config: Config) -> Iterator[Conflict]:
     if config.naught.gradients in ("host", "disk") and zero.stage < 2 and known_stage:
         paths = ("naught.gradients", "zero_optimization.stage")
         yield Conflict(paths, f"whole gradients (stage {zero.stage}) cannot leave the device", "set stage to 2 or 3")
-    if config.naught.gradients == "disk" and not _disk_path(config) and "naught.nvme_path" not in config.auto:
-        yield Conflict(("naught.gradients", "naught.nvme_path"), "is disk, but no nvme_path is set", "set naught.nvme_path")
     unknown = "zero_optimization.offload_optimizer.device" in config.auto or (known_stage and zero.stage < 2)
-    if (
-        config.naught.placement == "stage"
-        and not unknown
-        and _depth(_DEVICES.get(config.naught.gradients)) > _depth(optim.device if optim else None)
-    ):
+    near = _depth(optim.device if optim else None)
+    if config.naught.placement == "stage" and not unknown and _depth(_DEVICES.get(config.naught.gradients)) > near:
         paths = ("naught.gradients", "zero_optimization.offload_optimizer.device")
         what = "gradients would rest farther away than the optimizer states that they are for"
         fix = f'set offload_optimizer.device to "{_DEVICES[config.naught.gradients]}", or naught.gradients to "follow"'
         yield Conflict(paths, what, fix)
+    elif config.naught.gradients == "disk" and not _disk_path(config) and "naught.nvme_path" not in config.auto:
+        yield Conflict(("naught.gradients", "naught.nvme_path"), "is disk, but no nvme_path is set", "set naught.nvme_path")
 
 
 _DEVICES = {"host": "cpu", "disk": "nvme"}  # what offload blocks call our tiers
