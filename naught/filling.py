@@ -23,7 +23,8 @@ class Filling:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        self.owners = [(name, module) for name, module in model.named_modules() if _is_meta(module)]
+        there = device.type != "meta"  # else nothing has contents
+        self.owners = [(name, module) for name, module in model.named_modules() if there and _is_meta(module)]
         self.filled: dict[int, nn.Parameter] = {}  # by the id of the meta parameter, which the model no longer holds
         self.kept = [param for param in model.parameters() if param.is_meta]  # so that no id is used twice
 

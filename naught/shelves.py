@@ -45,6 +45,7 @@ class HostShelf:
     def __init__(self, device: torch.device, meter: Meter, *, pins: bool, limit: int | None) -> None:
         self.meter, self.pins, self.limit = meter, pins and device.type == "cuda", limit
         self.apart = device.type == "cuda"  # the device is not the host itself
+        self.place = device if device.type == "meta" else torch.device("cpu")
         self.held = 0
 
     def take(self, numel: int, dtype: torch.dtype, category: str, *, travels: bool = False) -> Tensor:
@@ -59,7 +60,7 @@ class HostShelf:
         if self.apart and nbytes:
             made = Slab(nbytes, register=self.pins and travels).tensor(numel, dtype)
         else:
-            made = torch.zeros(numel, dtype=dtype)
+            made = torch.zeros(numel, dtype=dtype, device=self.place)
         self.held += nbytes
         self.meter.change(HOST + category, nbytes)
         return made

@@ -18,7 +18,7 @@ from naught.accumulation import Accumulation
 from naught.agreement import agree, facts_of
 from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
-from naught.comm import Group, Ledger, Mean
+from naught.comm import NOWHERE, Group, Ledger, Mean, imagined, make_group
 from naught.comm.launch import find_seat
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
@@ -77,18 +77,18 @@ def initialize(
     """
     if dist_init_required or (dist_init_required is None and not comm.is_initialized() and find_seat(os.environ) is not None):
         comm.init_distributed(distributed_port=distributed_port)
-    with Group(Ledger(), torch.device(get_accelerator().current_device_name()), reduce_numel=1).together():
+    with make_group(Ledger(), torch.device(get_accelerator().current_device_name()), reduce_numel=1).together():
         settings = load(_source(args, config, config_params))
         refuse_what_is_not_there_yet(settings)
         _refuse(model, mpu, mesh_param)
         assert model is not None
-        device = device_for(model)
+        device = device_for(model) if imagined() is None else NOWHERE
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
         _refuse_rule(settings, chosen)
         rates = _rates(settings, chosen, lr_scheduler)
         membership = Membership(model, [] if chosen is None else chosen.param_groups)
     watch = Watch(device, model_bytes=_bytes_on(device, model))
-    group = Group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=_mean(settings))
+    group = make_group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=_mean(settings))
     agree(group, facts_of(model, settings, naught.__version__, membership.groups))
     if settings.naught.tiles > 1:
         replace_in_groups(membership.groups, divide(model, settings.naught.tiles))

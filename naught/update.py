@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from naught.block_norms import in_order
+from naught.block_norms import in_order, numbers_of
 from naught.comm import Group
 from naught.disk_sum import DiskSum
 from naught.errors import UsageError
@@ -124,7 +124,7 @@ def _look(trained: Sequence[Segment], husks: Sequence[Husks]) -> tuple[UsageErro
     found = [norms for segment in trained for norms in segment.grads.norms()]
     if husks:
         found.append(untouched(husks).double().reshape(1))
-    numbers: list[float] = torch.cat(found).square_().tolist() if found else []
+    numbers = numbers_of(torch.cat(found).square_()) if found else []
     fault = None
     if husks and not numbers.pop():
         try:

@@ -87,6 +87,7 @@ LAYERS = [
         "comm.wires",
         "comm.among",
         "comm.group",
+        "comm.imagined",
         "comm.launch",
         "comm.listening",
         "comm.starting",
@@ -161,7 +162,7 @@ LAYERS = [
         "saves.whole",
         "saves",
     ],
-    ["between", "engine", "start"],
+    ["between", "engine", "start", "simulation"],
     ["fragments", "checkpointing", "zero", "utils", "ops.adam", "ops.adagrad", "ops.lion", "ops"],
     [
         *(f"doctor.{name}" for name in ("finding", "software", "hardware", "place", "network", "speeds", "numerics", "training")),
@@ -170,7 +171,10 @@ LAYERS = [
     [
         *(f"trainer.{name}" for name in ("gpt", "texts", "tokens", "corpus", "windows", "models", "forecasting", "stopping")),
         *(f"trainer.{name}" for name in ("run_folder", "console", "telling", "introducing", "measures", "evaluating")),
-        *(f"trainer.{name}" for name in ("training", "parting", "preparing", "checking", "seating", "failing", "rank")),
+        *(
+            f"trainer.{name}"
+            for name in ("training", "parting", "preparing", "checking", "seating", "failing", "rank", "simulating")
+        ),
         "trainer",
     ],
     ["stages.runs", "stages.worker", "stages.benching", "stages"],
@@ -180,6 +184,7 @@ LAYERS = [
         "cli.config",
         "cli.plan_file",
         "cli.plan",
+        "cli.simulate",
         "cli.ckpt",
         "cli.report",
         "cli.launch",
@@ -206,8 +211,11 @@ TORCH_ALLOWED = {
         "stepping",
         "devices",
         "comm.wires",
+        "comm.imagined",
+        "simulation",
         "comm.among",
         "comm.group",
+        "comm.imagined",
         "flat",
         "weights",
         "gradients",
@@ -278,6 +286,7 @@ TORCH_ALLOWED = {
     ),
     *("comm.mail", "comm.board", "comm.listening", "comm.agent", "ops.adam", "ops.adagrad", "ops.lion"),
     *(f"trainer.{name}" for name in ("gpt", "windows", "models", "forecasting", "introducing", "evaluating", "training", "rank")),
+    "trainer.simulating",
     *("stages.worker", "stages.benching"),
     *(f"measuring.{name}" for name in ("rounds", "adam", "link", "step", "comm")),
     *(f"doctor.{name}" for name in ("software", "hardware", "training")),

@@ -17,6 +17,7 @@ from naught.cli.arguments import (
     add_launch,
     add_plan,
     add_report,
+    add_simulate,
     add_train,
 )
 from naught.errors import ConfigError, NaughtError
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for add in (add_train, add_plan, add_bench, add_report, add_config, add_ckpt, add_launch, add_doctor):
+    for add in (add_train, add_plan, add_simulate, add_bench, add_report, add_config, add_ckpt, add_launch, add_doctor):
         add(commands)
     options, rest = parser.parse_known_args(argv)
     if rest:
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 _HOMES = {
     "train": "train:run_train",
     "plan": "plan:run_plan",
+    "simulate": "simulate:run_simulate",
     "bench": "bench:run_bench",
     "report": "report:run_report",
     "config": "config:run_config",

@@ -15,6 +15,7 @@ __all__ = [
     "add_launch",
     "add_plan",
     "add_report",
+    "add_simulate",
     "add_train",
 ]
 
@@ -75,6 +76,34 @@ def add_plan(commands: Any) -> None:
     output.add_argument("--placement", metavar="NAME", help="with --write: this placement instead of the recommended one")
     output.add_argument("--nvme-path", metavar="DIR", default="/local_nvme", help="with --write: folder for the disk tier")
     output.add_argument("--json", action="store_true", help="print data instead of tables")
+
+
+_SIMULATE = """Run the engine as one rank of many that are not there, on tensors without contents: what it sends, moves and
+holds in a step, and its plan. MODEL is as for naught plan. Any other module: naught.simulation.simulate from
+Python.
+"""
+
+
+def add_simulate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="the engine as one of many ranks, without them",
+        description=_SIMULATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="preset, gpt:..., count or config.json")
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="how many there are (default 8)")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="which of them this one is (default 0)")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what they talk by (default nccl)")
+    parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration, instead of the options below")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO (default 3)")
+    parser.add_argument("--offload", choices=("none", "optimizer", "both"), default="none", help="what rests on the host")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="precision of weights (default bf16)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples in one forward (default 1)")
+    parser.add_argument("--seq", type=int, default=1024, metavar="N", help="tokens of a sample (default 1024)")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="forwards before an update (default 1)")
+    parser.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in the backward")
+    parser.add_argument("--json", action="store_true", help="print data instead of tables")
 
 
 def add_config(commands: Any) -> None:

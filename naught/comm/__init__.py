@@ -11,6 +11,7 @@ from torch import distributed as _torchs
 
 from naught.comm.among import Among
 from naught.comm.group import SAME_ORDER, Group, Mean, Waits
+from naught.comm.imagined import NOWHERE, World, imagine, imagined, make_group
 from naught.comm.ledger import Ledger
 from naught.comm.mail import Mail
 from naught.comm.starting import get_local_rank, init_distributed, shares_device, shut_down
@@ -19,6 +20,7 @@ from naught.comm.together import Together
 from naught.comm.wires import Pending
 
 __all__ = [
+    "NOWHERE",
     "SAME_ORDER",
     "Among",
     "Group",
@@ -28,9 +30,13 @@ __all__ = [
     "Pending",
     "Together",
     "Waits",
+    "World",
     "get_local_rank",
+    "imagine",
+    "imagined",
     "init_distributed",
     "log_summary",
+    "make_group",
     "shares_device",
     "shut_down",
 ]

@@ -1,0 +1,105 @@
+"""Simulation: the engine itself as one rank of many that are not there, on tensors without contents: what it would send, hold and
+move, step by step, before there is a cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from naught.comm import World, imagine
+from naught.config import Config, load, placement_of
+from naught.errors import ModelError, UsageError
+from naught.placement import Kind, Tier
+from naught.start import initialize
+
+__all__ = ["Simulated", "simulate"]
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What one rank does in a step: bytes that it sends by collective, bytes that go between its tiers, the most that it holds by
+    what it is, and the steps of its plan. Weights that rest are counted with what it holds; activations are not."""
+
+    ranks: int
+    numel: int
+    units: int
+    sent: Sizes
+    moved: Sizes
+    peak: Sizes
+    planned: Sizes
+    verbs: Sizes
+
+
+def simulate(
+    model: nn.Module, config: Config | Mapping[str, Any], world: World, loss_of: Callable[[Callable[..., Any]], Tensor]
+) -> Simulated:
+    """Take two steps with a model on the meta device; the second one is by its plan. `loss_of` calls what it is given as a script
+    calls its engine, with tensors of the meta device, and returns the loss."""
+    settings = config if isinstance(config, Config) else load(dict(config))
+    _refuse(model, settings, world)
+    with imagine(world):
+        engine = initialize(model=model, config=_without_watchdog(config))[0]
+        before: dict[str, int] = {}
+        for step in range(2):
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(loss_of(engine))
+                engine.step()
+            for unit in engine.schedule.units.values():  # an update on the host goes on when step() has returned
+                for segment in unit.segments:
+                    segment.settle()
+            if step == 0:
+                before = _flows(engine.report())
+        report, planned = engine.report(), engine.planned()
+        verbs = Counter(
+            str(each.verb) for (training, _), program in engine.schedule.programs.items() if training for each in program.steps
+        )
+        flows = {name: nbytes - before.get(name, 0) for name, nbytes in _flows(report).items()}
+        found = Simulated(
+            ranks=world.ranks,
+            numel=sum(param.numel() for param in model.parameters()),
+            units=len(engine.schedule.units),
+            sent={name: nbytes for name, nbytes in flows.items() if name in _COLLECTIVES},
+            moved={name: nbytes for name, nbytes in flows.items() if name not in _COLLECTIVES},
+            peak=report["peak"],
+            planned=planned,
+            verbs=dict(verbs),
+        )
+        engine.passes.remove()
+        engine.watchdog.stop()
+        return found
+
+
+_COLLECTIVES = ("all-gather", "reduce-scatter", "broadcast")
+
+
+def _flows(report: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes so far, by collective and by where they went."""
+    found: Counter[str] = Counter()
+    for name, nbytes in report["sent"].items():
+        found[name.partition(" ")[0]] += nbytes
+    return dict(found) | dict(report["moved"])
+
+
+def _without_watchdog(config: Config | Mapping[str, Any]) -> Any:
+    if isinstance(config, Config):
+        return config.model_copy(update={"naught": config.naught.model_copy(update={"watchdog_s": 0.0})})
+    return {**config, "naught": {**config.get("naught", {}), "watchdog_s": 0}}
+
+
+def _refuse(model: nn.Module, settings: Config, world: World) -> None:
+    if not 0 <= world.rank < world.ranks:
+        raise UsageError(f"rank {world.rank} is none of {world.ranks}", fix="give a rank from 0 on")
+    if any(not param.is_meta for param in model.parameters()):
+        raise ModelError("the model has contents, and a simulation has none", fix='build it inside of torch.device("meta")')
+    placement = placement_of(settings)
+    on_disk = any(placement.of(kind).tier is Tier.DISK for kind in Kind) or settings.naught.activations == "disk"
+    if on_disk or settings.naught.placement != "stage":
+        raise UsageError(
+            "the disk and the pool are not simulated yet", fix="naught plan forecasts them; simulate the device and the host"
+        )

@@ -1,0 +1,133 @@
+"""One rank of many that are not there: what the engine would send and hold is what it sends and holds."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from test_offload import BF16, HOST, ON_GPU, SMALL
+from training import DEVICE, config_of, engine_of, my_rank
+
+from naught.comm import World
+from naught.errors import ModelError, UsageError
+from naught.shapes import Transformer
+from naught.simulation import simulate
+from naught.trainer.gpt import Gpt
+
+SHAPE = Transformer(layers=3, hidden=32, heads=2, vocab=96, positions=16)
+SPREAD = {"stage3_param_persistence_threshold": 0}
+CASES = {
+    "stage 0": (0, {}),
+    "stage 1": (1, {}),
+    "stage 2": (2, {}),
+    "stage 3": (3, SPREAD),
+    "stage 3, small units whole": (3, {}),
+    "optimizer on the host": (2, {"offload_optimizer": HOST}),
+    "everything on the host": (3, {"offload_optimizer": HOST, "offload_param": HOST, **SPREAD}),
+}
+
+
+def model(*, recomputes: bool) -> Gpt:
+    made = Gpt(SHAPE)
+    made.checkpointing = recomputes
+    return made
+
+
+def flows(report: dict) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, nbytes in report["sent"].items():
+        found[name.split()[0]] = found.get(name.split()[0], 0) + nbytes
+    return found | report["moved"]
+
+
+def real(case: str, accumulation: int, more: dict, recomputes: bool) -> tuple[dict[str, int], dict[str, int]]:
+    stage, zero = CASES[case]
+    torch.manual_seed(0)
+    engine = engine_of(model(recomputes=recomputes), config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero))
+    before: dict[str, int] = {}
+    for step in range(2):
+        for micro in range(accumulation):
+            ids = torch.full((2, 16), step + micro + my_rank(), device=DEVICE)
+            engine.backward(engine(ids, ids))
+            engine.step()
+        for unit in engine.schedule.units.values():
+            for segment in unit.segments:
+                segment.settle()
+        if step == 0:
+            before = flows(engine.report())
+    sent = {name: nbytes - before.get(name, 0) for name, nbytes in flows(engine.report()).items()}
+    return sent, engine.report()["peak"]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the ranks of a GPU's tests talk by gloo, whose memory is not the device's")
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_a_real_run_sends_and_holds(worlds, case, size):
+    accumulation, more = {1: (1, {}), 2: (3, BF16), 4: (1, SMALL)}[size]
+    recomputes = size == 2
+    stage, zero = CASES[case]
+    config = config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero)
+    for rank, (sent, peak) in enumerate(worlds[size].run(real, case, accumulation, more, recomputes)):
+        with torch.device("meta"):
+            ids, thought = torch.zeros(2, 16, dtype=torch.long), model(recomputes=recomputes)
+        found = simulate(thought, config, World(size, rank, "gloo"), lambda run, ids=ids: run(ids, ids))
+        assert {name: nbytes for name, nbytes in (found.sent | found.moved).items() if nbytes} == {
+            name: nbytes for name, nbytes in sent.items() if nbytes
+        }
+        ours = {name: nbytes for name, nbytes in found.peak.items() if nbytes and name != "staging"}  # a CPU stages nothing
+        assert ours == {name: nbytes for name, nbytes in peak.items() if nbytes}
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_bytes_are_those_of_the_formulas(ranks):
+    """ZeRO's volumes: 2 Psi at stages 1 and 2, 3 Psi at stage 3; each with (N-1)/N, and one unit that is not gathered twice."""
+    shape = Transformer(layers=8, hidden=512, heads=8, vocab=512, positions=64)
+    for stage, volume in ((1, 2), (2, 2), (3, 3)):
+        with torch.device("meta"):
+            ids, thought = torch.zeros(1, 64, dtype=torch.long), Gpt(shape)
+        config = config_of(stage, more={"bf16": {"enabled": True}}, **(SPREAD if stage == 3 else {}))
+        found = simulate(thought, config, World(ranks), lambda run, ids=ids: run(ids, ids))
+        total = sum(found.sent.values()) / (2 * found.numel) / ((ranks - 1) / ranks)
+        # Shards are padded; the head, whose backward follows its forward, is not gathered anew.
+        assert total == pytest.approx(volume, rel=0.06), stage
+        assert found.peak == found.peak | {name: nbytes for name, nbytes in found.planned.items() if nbytes}
+
+
+def test_a_trillion_parameters_on_4096_ranks():
+    shape = Transformer(layers=128, hidden=25_600, heads=200, vocab=51_200, positions=2048)
+    with torch.device("meta"):
+        ids, thought = torch.zeros(1, 2048, dtype=torch.long), Gpt(shape)
+        thought.checkpointing = True
+    began = time.monotonic()
+    found = simulate(thought, config_of(3, more={"bf16": {"enabled": True}}), World(4096), lambda run: run(ids, ids))
+    assert found.numel > 10**12
+    assert found.peak["states"] == pytest.approx(8 * found.numel / 4096, rel=0.001)
+    assert time.monotonic() - began < 100, "it hangs on something that grows with the ranks"
+
+
+def test_mistakes_are_told():
+    with torch.device("meta"):
+        thought = Gpt(SHAPE)
+    with pytest.raises(ModelError, match="the model has contents"):
+        simulate(Gpt(SHAPE), config_of(1), World(2), lambda run: run())
+    with pytest.raises(UsageError, match="rank 2 is none of 2"):
+        simulate(thought, config_of(1), World(2, 2), lambda run: run())
+    disk = {"device": "nvme", "nvme_path": "/nowhere"}
+    with pytest.raises(UsageError, match="the disk and the pool are not simulated yet"):
+        simulate(thought, config_of(3, offload_optimizer=disk), World(2), lambda run: run())
+
+
+def test_the_command_says_what_a_rank_sends_and_holds(capsys):
+    from naught.cli import main
+
+    assert main(["simulate", "gpt:layers=4,hidden=256,heads=4,vocab=1024", "--ranks", "64", "--stage", "3", "--seq", "64"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("one of 64 ranks", "all-gather", "reduce-scatter", "gathered weights", "Psi"):
+        assert words in shown
+    assert main(["simulate", "gpt:layers=2,hidden=64,heads=2,vocab=128", "--ranks", "8", "--seq", "16", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ranks"] == 8
+    assert data["sent"]["reduce-scatter"] > 0
+    assert main(["simulate", "nothing"]) == 2
