@@ -4,17 +4,21 @@ move, step by step, before there is a cluster."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from naught.comm import World, imagine
 from naught.config import Config, load, placement_of
 from naught.errors import ModelError, UsageError
 from naught.placement import Kind, Tier
 from naught.start import initialize
+from naught.steps import Placements, Step
+from naught.steps import Sizes as UnitSizes
 
 __all__ = ["Simulated", "simulate"]
 
@@ -24,7 +28,8 @@ Sizes = Mapping[str, int]
 @dataclass(frozen=True)
 class Simulated:
     """What one rank does in a step: bytes that it sends by collective, bytes that go between its tiers, the most that it holds by
-    what it is, and the steps of its plan. Weights that rest are counted with what it holds; activations are not."""
+    what it is, and its plan, with what each unit of it takes. Weights that rest are counted with what it holds; activations are
+    not."""
 
     ranks: int
     numel: int
@@ -33,7 +38,15 @@ class Simulated:
     moved: Sizes
     peak: Sizes
     planned: Sizes
-    verbs: Sizes
+    plan: tuple[Step, ...]
+    placements: Placements
+    sizes: UnitSizes
+    flops: Mapping[str, float]  # of each unit's forward
+
+    @property
+    def verbs(self) -> Sizes:
+        """How often each is in the plan."""
+        return Counter(str(step.verb) for step in self.plan)
 
 
 def simulate(
@@ -43,6 +56,8 @@ def simulate(
     calls its engine, with tensors of the meta device, and returns the loss."""
     settings = config if isinstance(config, Config) else load(dict(config))
     _refuse(model, settings, world)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        loss_of(model)
     with imagine(world):
         engine = initialize(model=model, config=_without_watchdog(config))[0]
         before: dict[str, int] = {}
@@ -56,9 +71,7 @@ def simulate(
             if step == 0:
                 before = _flows(engine.report())
         report, planned = engine.report(), engine.planned()
-        verbs = Counter(
-            str(each.verb) for (training, _), program in engine.schedule.programs.items() if training for each in program.steps
-        )
+        plan = [step for (training, _), program in engine.schedule.programs.items() if training for step in program.steps]
         flows = {name: nbytes - before.get(name, 0) for name, nbytes in _flows(report).items()}
         found = Simulated(
             ranks=world.ranks,
@@ -68,7 +81,10 @@ def simulate(
             moved={name: nbytes for name, nbytes in flows.items() if name not in _COLLECTIVES},
             peak=report["peak"],
             planned=planned,
-            verbs=dict(verbs),
+            plan=tuple(plan),
+            placements={name: unit.placement for name, unit in engine.schedule.units.items()},
+            sizes={name: unit.sizes() for name, unit in engine.schedule.units.items()},
+            flops=_flops(counter, model, list(engine.schedule.units)),
         )
         engine.passes.remove()
         engine.watchdog.stop()
@@ -76,6 +92,19 @@ def simulate(
 
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "broadcast")
+
+
+def _flops(counter: FlopCounterMode, model: nn.Module, units: Sequence[str]) -> dict[str, float]:
+    """What each unit computes itself, without the units inside of it."""
+    counts = counter.get_flop_counts()
+    root = type(model).__name__
+    whole = {name: float(sum(counts.get(f"{root}.{name}" if name else root, {}).values())) for name in units}
+    inner = {name: [other for other in units if other != name and (not name or other.startswith(f"{name}."))] for name in units}
+    outermost = {
+        name: [other for other in within if not any(other.startswith(f"{between}.") for between in within if between != other)]
+        for name, within in inner.items()
+    }
+    return {name: whole[name] - sum(whole[other] for other in outermost[name]) for name in units}
 
 
 def _flows(report: Mapping[str, Any]) -> dict[str, int]:

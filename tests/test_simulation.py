@@ -12,8 +12,12 @@ from training import DEVICE, config_of, engine_of, my_rank
 
 from naught.comm import World
 from naught.errors import ModelError, UsageError
+from naught.machine import Gpu, Machine
+from naught.pacing import pace
+from naught.placement import Kind, Tier, place_stage
 from naught.shapes import Transformer
 from naught.simulation import simulate
+from naught.steps import Step, UnitBytes, Verb
 from naught.trainer.gpt import Gpt
 
 SHAPE = Transformer(layers=3, hidden=32, heads=2, vocab=96, positions=16)
@@ -119,7 +123,7 @@ def test_mistakes_are_told():
         simulate(thought, config_of(3, offload_optimizer=disk), World(2), lambda run: run())
 
 
-def test_the_command_says_what_a_rank_sends_and_holds(capsys):
+def test_the_command_says_what_a_rank_sends_and_holds(capsys, tmp_path):
     from naught.cli import main
 
     assert main(["simulate", "gpt:layers=4,hidden=256,heads=4,vocab=1024", "--ranks", "64", "--stage", "3", "--seq", "64"]) == 0
@@ -130,4 +134,38 @@ def test_the_command_says_what_a_rank_sends_and_holds(capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["ranks"] == 8
     assert data["sent"]["reduce-scatter"] > 0
+    assert max(data["busy_s"].values()) <= data["seconds"] <= sum(data["busy_s"].values())
     assert main(["simulate", "nothing"]) == 2
+    again = ["simulate", "0.01B", "--ranks", "2", "--seq", "16", "--timeline", str(tmp_path / "line.json")]
+    assert [main(again), main(again)] == [0, 2], "nothing is overwritten"
+    events = json.loads((tmp_path / "line.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"network", "compute"}
+
+
+def test_lanes_wait_for_each_other_as_the_plan_has_it():
+    """Two units of 8 bytes on two ranks: half of a flat travels. The second is gathered while the first computes."""
+    size = UnitBytes(weights=8, weight_shard=4, grads=8, grad_shard=4, state_shard=0)
+    steps = [Step(Verb.GATHER, Kind.PARAM, "a"), Step(Verb.USE, Kind.PARAM, "a"), Step(Verb.GATHER, Kind.PARAM, "b")]
+    steps += [Step(Verb.USE, Kind.PARAM, "b"), Step(Verb.USE, Kind.GRAD, "b"), Step(Verb.REDUCE, Kind.GRAD, "b")]
+    machine = Machine(ranks=2, ranks_per_node=2, gpu=Gpu(1, 1.0, 1.0, 1.0), network_bytes_s=1.0, host_bytes_s=100.0)
+    units = ("a", "b")
+    near = pace(
+        steps, dict.fromkeys(units, place_stage(3)), dict.fromkeys(units, size), {"a": 3.0, "b": 5.0}, machine, recomputes=False
+    )
+    assert [(bar.what, bar.start_s, bar.stop_s) for bar in near.bars] == [
+        ("gather", 0, 4),
+        ("forward", 4, 7),
+        ("gather", 4, 8),
+        ("forward", 8, 13),
+        ("backward", 13, 23),
+        ("reduce", 23, 27),
+    ]
+    assert (near.seconds, near.busy) == (27, {"network": 12, "compute": 18})
+    host = dict.fromkeys(units, place_stage(3, optim=Tier.HOST, param=Tier.HOST))
+    far = pace(steps, host, dict.fromkeys(units, size), {"a": 3.0, "b": 5.0}, machine, recomputes=True)
+    assert [(bar.lane, bar.start_s, bar.stop_s) for bar in far.bars[:3]] == [
+        ("link", 0, 4),
+        ("network", 4, 8),
+        ("compute", 8, 11),
+    ]
+    assert far.busy["compute"] == 3 + 5 + 15

@@ -35,7 +35,7 @@ LAYERS = [
     ],
     ["steps", "expansion", "holding", "moving", "plan"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
-    ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "papers"],
+    ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "pacing", "papers"],
     ["advice", "showing", "pooling"],
     [
         "config.read",
@@ -182,6 +182,7 @@ LAYERS = [
         "cli.arguments",
         "cli.files",
         "cli.config",
+        "cli.machines",
         "cli.plan_file",
         "cli.plan",
         "cli.simulate",

@@ -31,16 +31,7 @@ from Python.
 """
 
 
-def add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="what a model needs on a machine, before the run",
-        description=_PLAN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, gpt:..., count or config.json")
-    parser.add_argument("--models", action="store_true", help="list the presets")
-    parser.add_argument("--paper", choices=PAPERS, help="print a table of the papers, as these formulas compute it")
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine (default: this one)")
     machine.add_argument("--ranks", type=int, metavar="N", help="data-parallel ranks, one GPU each")
     machine.add_argument("--per-node", type=int, metavar="N", help="ranks that share a node (default: up to 8)")
@@ -51,6 +42,19 @@ def add_plan(commands: Any) -> None:
     machine.add_argument("--link", metavar="SIZE", help="bytes a second between one GPU and the host, such as 55GB")
     machine.add_argument("--network", metavar="SIZE", help="bytes a second that one rank sends in a collective")
     machine.add_argument("--disk-speed", metavar="SIZE", help="bytes a second of one node's disks")
+
+
+def add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what a model needs on a machine, before the run",
+        description=_PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, gpt:..., count or config.json")
+    parser.add_argument("--models", action="store_true", help="list the presets")
+    parser.add_argument("--paper", choices=PAPERS, help="print a table of the papers, as these formulas compute it")
+    _add_machine(parser)
     job = parser.add_argument_group("job")
     job.add_argument(
         "--config", metavar="FILE", help="a DeepSpeed configuration: its batch, precision, optimizer and limits of memory"
@@ -92,7 +96,7 @@ def add_simulate(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="preset, gpt:..., count or config.json")
-    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="how many there are (default 8)")
+    _add_machine(parser)
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="which of them this one is (default 0)")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what they talk by (default nccl)")
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration, instead of the options below")
@@ -103,6 +107,7 @@ def add_simulate(commands: Any) -> None:
     parser.add_argument("--seq", type=int, default=1024, metavar="N", help="tokens of a sample (default 1024)")
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="forwards before an update (default 1)")
     parser.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in the backward")
+    parser.add_argument("--timeline", metavar="FILE", help="write when what happens, for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
 
 

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 from naught import showing
 from naught.advice import Advice, advise
 from naught.cli.files import write_new
+from naught.cli.machines import machine_of, rates_text
 from naught.cli.plan_file import Wanted, document_of
 from naught.errors import UsageError
 from naught.estimate import Forecast, forecast
 from naught.formulas import recipe
 from naught.job import Checkpointing, Job, transformer_activations
-from naught.machine import Machine, detect, parse_gpu
+from naught.machine import Machine
 from naught.model_names import parse_model
 from naught.papers import TABLES
 from naught.placement import Place, Placement
 from naught.presets import PRESETS
-from naught.quantity import parse_bytes, show_bytes, show_count
+from naught.quantity import show_bytes, show_count
 from naught.shapes import Model, Run
 from naught.sizes import PlacedRun
 from naught.text import print_table
@@ -101,7 +102,7 @@ class _Question:
 
 def _question(options: argparse.Namespace) -> _Question:
     model = parse_model(options.model)
-    machine, found = _machine(options)
+    machine, found = machine_of(options)
     config = _config(options.config)
     machine = _within_limits(machine, options, config)
     dtype, optimizer = _precision(options, config, machine)
@@ -127,38 +128,6 @@ def _placed(runs: Sequence[Run], placement: Placement, config: Config) -> list[P
         placed += [PlacedRun(run._replace(repeat=gone), placement)] if gone else []
         placed += [PlacedRun(run._replace(repeat=run.repeat - gone), stay)] if gone < run.repeat else []
     return placed
-
-
-def _machine(options: argparse.Namespace) -> tuple[Machine, str]:
-    """The machine asked for; without a GPU's name or size, the present one with what was asked changed."""
-    machine, found = detect() if options.gpu is None else (Machine(gpu=parse_gpu(options.gpu)), "")
-    gpu = machine.gpu
-    if options.tflops is not None:
-        gpu = gpu._replace(flops=options.tflops * 1e12)
-    if options.link is not None:
-        gpu = gpu._replace(link_bytes_s=parse_bytes(options.link, what="--link"))
-    changes: dict[str, Any] = {}
-    for name, field in _MACHINE_SIZES.items():
-        text = getattr(options, name)
-        if text is not None:
-            changes[field] = parse_bytes(text, what="--" + name.replace("_", "-"))
-    if machine.unified and "host_bytes" in changes:
-        gpu = gpu._replace(memory_bytes=changes.pop("host_bytes"))
-    rates = [gpu.flops, gpu.link_bytes_s, *(changes[field] for field in changes if field.endswith("_s"))]
-    if not all(0 < rate < 1e21 for rate in rates):
-        raise UsageError("rates must be above 0 and finite", fix="check --tflops, --link, --network and --disk-speed")
-    ranks = machine.ranks if options.ranks is None else options.ranks
-    per_node = options.per_node if options.per_node is not None else _per_node(ranks, machine.ranks_per_node)
-    return replace(machine, ranks=ranks, ranks_per_node=per_node, gpu=gpu, **changes), found
-
-
-_MACHINE_SIZES = {"host": "host_bytes", "disk": "disk_bytes", "network": "network_bytes_s", "disk_speed": "disk_bytes_s"}
-
-
-def _per_node(ranks: int, present: int) -> int:
-    """As many ranks on a node as there are GPUs here, or up to eight, such that the nodes are full."""
-    most = max(8, present)
-    return next(count for count in range(min(max(ranks, 1), most), 0, -1) if ranks % count == 0)
 
 
 def _config(path: str | None) -> Config | None:
@@ -221,7 +190,7 @@ def _print(question: _Question, advice: Advice) -> None:
     units = sum(run.repeat for run in model.runs)
     print(f"model    {model.name}: {show_count(model.numel)} parameters in {units} units")
     print(f"machine  {_machine_text(question.machine)}")
-    print(f"         {_rates_text(question.machine)}")
+    print(f"         {rates_text(question.machine)}")
     print(
         f"job      micro-batch {job.micro_batch} x {job.seq} tokens, accumulation {job.accumulation}, "
         f"{question.dtype}, {question.optimizer}"
@@ -250,16 +219,6 @@ def _machine_text(machine: Machine) -> str:
     if machine.unified:
         return f"{ranks}{nodes}: {device} that they share, and {disk} disk"
     return f"{ranks}{nodes}: {device} each, {host} host and {disk} disk a node"
-
-
-def _rates_text(machine: Machine) -> str:
-    rates = {
-        "collectives": machine.collective_bytes_s,
-        "host link": machine.link_bytes_s,
-        "disk": machine.disk_bytes_s / machine.local_ranks,
-    }
-    shown = ", ".join(f"{name} {show_bytes(rate)}/s" for name, rate in rates.items())
-    return f"{machine.gpu.flops / 1e12:.3g} TFLOP/s, {shown} for each rank"
 
 
 def _data(question: _Question) -> dict[str, Any]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from naught.cli.files import write_new
+from naught.cli.machines import machine_of, rates_text
 from naught.errors import UsageError
 from naught.model_names import parse_model
-from naught.quantity import show_bytes, show_count
+from naught.pacing import Pace, pace
+from naught.quantity import show_bytes, show_count, show_seconds
 from naught.text import print_table
+
+if TYPE_CHECKING:
+    from naught.simulation import Simulated
 
 __all__ = ["run_simulate"]
 
@@ -24,9 +29,13 @@ def run_simulate(options: argparse.Namespace) -> int:
 
     config = _config(options)
     batch = Batch(int(config["train_micro_batch_size_per_gpu"]), options.seq, not options.keep_activations)
-    found = simulate_gpt(shape, config, World(options.ranks, options.rank, options.backend), batch)
+    machine = machine_of(options)[0]
+    found = simulate_gpt(shape, config, World(machine.ranks, options.rank, options.backend), batch)
+    paced = pace(found.plan, found.placements, found.sizes, found.flops, machine, recomputes=batch.recomputes)
+    if options.timeline:
+        write_new(options.timeline, json.dumps(_trace(paced)))
     if options.json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(_data(found) | {"seconds": paced.seconds, "busy_s": paced.busy}, indent=2))
         return 0
     print(f"{show_count(found.numel)} parameters in {found.units} units; rank {options.rank}, one of {found.ranks} ranks\n")
     whole = found.numel * _element_bytes(config)
@@ -39,8 +48,26 @@ def run_simulate(options: argparse.Namespace) -> int:
         print_table("moved in a step", ("where", "bytes"), [(name, show_bytes(nbytes)) for name, nbytes in found.moved.items()])
     held = [(name, show_bytes(nbytes), _told(found.planned.get(name), nbytes)) for name, nbytes in found.peak.items() if nbytes]
     print_table("held at most, without activations", ("what", "bytes", "planned"), held)
+    print(f"forward and backward take {show_seconds(paced.seconds)} ({rates_text(machine)})")
+    print_table("busy meanwhile", ("lane", "time"), [(lane, show_seconds(seconds)) for lane, seconds in paced.busy.items()])
     print_table("in the plan of a step", ("verb", "times"), [(verb, str(count)) for verb, count in found.verbs.items()])
     return 0
+
+
+def _data(found: Simulated) -> dict[str, Any]:
+    names = ("ranks", "numel", "units", "sent", "moved", "peak", "planned", "verbs", "flops")
+    return {name: getattr(found, name) for name in names}
+
+
+def _trace(paced: Pace) -> dict[str, Any]:
+    """As browsers' tracing pages read it: a row for each lane."""
+    lanes = {lane: at for at, lane in enumerate(paced.busy)}
+    bars = [
+        {"ph": "X", "pid": 0, "tid": lanes[lane], "name": f"{what} {unit}", "ts": start * 1e6, "dur": (stop - start) * 1e6}
+        for lane, what, unit, start, stop in paced.bars
+    ]
+    names = [{"ph": "M", "pid": 0, "tid": at, "name": "thread_name", "args": {"name": lane}} for lane, at in lanes.items()]
+    return {"traceEvents": [*names, *bars]}
 
 
 def _told(planned: int | None, held: int) -> str:
