@@ -332,7 +332,7 @@ def test_a_disk_that_is_full_does_not_hide_the_cause():
         (["model=gtp2"], 'naught: no model "gtp2"; did you mean gpt2?'),
         (
             ["--stage", "2", "naught.gradients=disk", "naught.nvme_path=x"],
-            "naught: naught.gradients: the engine keeps no gradients on",
+            "naught.gradients: gradients would rest farther away than the optimizer states",
         ),
         (["weights=absent.safetensors"], 'naught: there are no weights at "absent.safetensors"'),
         (["--resume", "runs/none"], 'naught: "runs/none" is no run'),

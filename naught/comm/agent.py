@@ -93,6 +93,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _how_late(found: RankExit) -> tuple[object, ...]:
-    """Those that the agent stopped come last; those that were killed first; a traceback, which has status 1, is often of a rank
-    that lost another."""
-    return found.status == -signal.SIGTERM, found.status >= 0, found.time_s, found.status == 1, found.rank
+    """Those that the agent stopped come last; those that were killed first. A traceback, which has status 1, is often of a rank
+    that lost another, and its time is that of the traceback, where a status of one's own has the time at which it was noticed."""
+    return found.status == -signal.SIGTERM, found.status >= 0, found.status == 1, found.time_s, found.rank
