@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from naught.papers import TABLES
+from naught.presets import PRESETS
+from naught.scaling import CURVES, curve
 
 ZERO_TABLE1 = """
 1     120  120  120   2048 2048 2048  16000 16000 16000
@@ -68,3 +70,31 @@ def test_c1_to_c5_come_in_the_papers_order():
     assert sizes["C1"] < sizes["C3"] < sizes["C4"]
     measured = {"C1": 40, "C2": 60, "C4": 140, "C5": 150}
     assert all(measured[name] < sizes[name] < 2 * measured[name] for name in measured), "formulas bound what was measured"
+
+
+def test_zero_scales_more_than_linearly():
+    """ZeRO, figure 3: with more devices each has room for a larger batch."""
+    found = curve(PRESETS["zero-60b"], "stage3", (64, 128, 256, 400))
+    totals = [point.total / point.ranks for point in found]
+    assert totals == sorted(totals)
+    assert totals[-1] > 1.2 * totals[0]
+    assert [point.micro_batch for point in found] == sorted(point.micro_batch for point in found)
+
+
+def test_offload_goes_where_stage_2_cannot_and_is_overtaken_near_64_devices():
+    ranks = (1, 4, 16, 32, 64, 128)
+    far, near = (curve(PRESETS["offload-10b"], name, ranks, samples=512) for name in ("stage2-offload", "stage2"))
+    assert all(point.forecast is not None for point in far)
+    assert [point.forecast is not None for point in near] == [False, False, False, True, True, True]
+    assert [close.flops > point.flops for point, close in zip(far[3:], near[3:], strict=True)] == [False, True, True]
+    assert far[0].flops > 40e12, "the paper: 40 TFLOP/s on one V100"
+
+
+def test_infinity_has_room_for_a_trillion_on_a_node_and_32_on_32():
+    rows = CURVES["infinity-scaling"]().rows
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("1.0T", "1", "no"),
+        ("1.0T", "1", "yes"),
+        ("32.0T", "32", "no"),
+        ("32.0T", "32", "yes"),
+    ]

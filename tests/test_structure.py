@@ -36,7 +36,7 @@ LAYERS = [
     ["steps", "expansion", "holding", "moving", "plan"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
     ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "pacing", "papers"],
-    ["advice", "showing", "pooling"],
+    ["advice", "scaling", "showing", "pooling"],
     [
         "config.read",
         "config.refused",

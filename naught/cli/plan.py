@@ -24,6 +24,7 @@ from naught.papers import TABLES
 from naught.placement import Place, Placement
 from naught.presets import PRESETS
 from naught.quantity import show_bytes, show_count
+from naught.scaling import CURVES
 from naught.shapes import Model, Run
 from naught.sizes import PlacedRun
 from naught.text import print_table
@@ -66,7 +67,7 @@ def _print_models() -> None:
 
 
 def _print_paper(name: str, *, as_json: bool) -> None:
-    table = TABLES[name]()
+    table = {**TABLES, **CURVES}[name]()
     if as_json:
         print(json.dumps(table._asdict(), indent=2))
         return
