@@ -16,6 +16,7 @@ from naught.config import check, load, placement_of
 from naught.config.starters import STARTERS as STARTER_TEXTS
 from naught.papers import TABLES
 from naught.placement import PLACEMENTS
+from naught.scaling import CURVES
 
 BOX = ["--ranks", "8", "--gpu", "80GB", "--host", "512GB", "--disk", "2TB"]
 
@@ -187,11 +188,12 @@ def test_plan_without_a_machine_plans_for_the_present_one(run):
 
 
 def test_the_papers_tables_print(run):
-    assert set(PAPERS) == set(TABLES)
+    tables = {**TABLES, **CURVES}
+    assert set(PAPERS) == set(tables)
     for name in PAPERS:
         code, out, _ = run("plan", "--paper", name)
         assert code == 0
-        assert TABLES[name]().title in out
+        assert tables[name]().title in out
 
 
 def test_presets_are_listed(run):

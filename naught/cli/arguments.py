@@ -19,8 +19,10 @@ __all__ = [
     "add_train",
 ]
 
-PAPERS = ("zero-table1", "zero-table2", "zero-figure1", "zero-c1-c5", "infinity-figure2", "infinity-bandwidth")
-PAPERS += ("zero-scaling", "offload-scaling", "infinity-scaling")
+PAPERS = (
+    *("zero-table1", "zero-table2", "zero-figure1", "zero-c1-c5", "infinity-figure2", "infinity-bandwidth"),
+    *("zero-scaling", "offload-scaling", "infinity-scaling"),
+)
 STARTERS = ("stage1", "stage2", "stage3", "offload", "infinity")
 
 _PLAN = """Forecast the memory, traffic and time of a model under every ZeRO stage and offload, and recommend one.
