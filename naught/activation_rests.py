@@ -149,6 +149,8 @@ class _Lanes:
         return arrived
 
     def bring(self, room: Room, numel: int, dtype: torch.dtype, after: Point) -> tuple[Tensor, Point]:
+        while self.leaving:  # a backward has begun: those that left last are there
+            self.leaving.popleft()[1].hold(self.device)
         into = torch.empty(numel, dtype=dtype, device=self.device)
         self.meter.move("activations to the device", into.nbytes)
         self.up.follow(here(self.device))  # what had this memory before is over
