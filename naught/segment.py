@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from naught.beside import Beside
 from naught.comm import Pending, Waits
-from naught.delivery import deliver
+from naught.delivery import Delivery
 from naught.disk_side import Reading
 from naught.disk_sum import DiskSum
 from naught.ferry import Arrival, Delivered
@@ -269,7 +269,7 @@ class Segment:
             self.weights.stored.will_change()
         elif isinstance(self.kept.master, Stored):
             with self.home.group.noting():
-                self._deliver_all(self.kept.master)
+                Delivery(self.weights, self.home).bring_all(self.kept.master)
         elif self.weights.stored is not None:
             with self.home.group.noting():
                 self.weights.stored.fill(self._rounded())
@@ -280,12 +280,6 @@ class Segment:
             self.weights.rounds(self.target, self.exact)
         elif self.folded is not None:
             self.folded.written(self.target)
-
-    def _deliver_all(self, master: Stored) -> None:
-        """A tile at a time."""
-        began, desk = here(self.home.device), master.desk
-        for place, tile in enumerate(master.tiles):
-            deliver(master.read(place, desk.room(0)), place, tile.span, self.weights, self.home, began, partial(desk.room, 1))
 
     def sources(self) -> dict[str, Tensor | StoredPart]:
         """What this rank updates, in the precision in which it does, and what the rule remembers of it: what is on disk stays

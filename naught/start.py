@@ -104,14 +104,18 @@ def initialize(
     limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
     _reserve_on_disk(passes, chosen)
     stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
-    if settings.activation_checkpointing.partition_activations:
-        _LOG.warning("activations are split over model-parallel ranks, and there are none: they stay whole")
-    rest = activation_rest(settings, device, watch.meter)
-    saves = None if rest is None else Saves(rest, everything=settings.naught.saved_tensors == "all")
-    engine = Engine(model, settings, accumulation, passes, stepping, observer, saves)
+    engine = Engine(model, settings, accumulation, passes, stepping, observer, _saves(settings, watch))
     engine.training_dataloader = loader
     engine.watchdog.start()
     return Started(engine, chosen, loader, rates)
+
+
+def _saves(settings: Config, watch: Watch) -> Saves | None:
+    """What puts activations away; None: they rest where they are made."""
+    if settings.activation_checkpointing.partition_activations:
+        _LOG.warning("activations are split over model-parallel ranks, and there are none: they stay whole")
+    rest = activation_rest(settings, watch.device, watch.meter)
+    return None if rest is None else Saves(rest, everything=settings.naught.saved_tensors == "all")
 
 
 def _bytes_on(device: torch.device, model: nn.Module) -> int:

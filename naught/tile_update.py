@@ -9,13 +9,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from naught.delivery import deliver
+from naught.delivery import Delivery
 from naught.layout import Span
 from naught.rules import Part
 from naught.segment import Segment
 from naught.spill import Room, Stored
 from naught.states import Cut
-from naught.streams import here
 
 __all__ = ["Due", "TileUpdate"]
 
@@ -34,7 +33,7 @@ class TileUpdate:
 
     def __init__(self, segment: Segment, due: Due, take: Callable[[Sequence[Part]], None]) -> None:
         self.segment, self.due, self.take = segment, due, take
-        self.began = here(segment.home.device)
+        self.delivery = Delivery(segment.weights, segment.home)
         master = segment.kept.master
         assert isinstance(master, Stored)
         self.master = master
@@ -89,9 +88,8 @@ class TileUpdate:
         return Part(weights[inside], grads[inside], values, numbers, cut.step, cut.group)
 
     def _deliver(self, place: int, weights: Tensor) -> None:
-        span, segment = self.master.tiles[place].span, self.segment
-        room = partial(self.master.desk.room, 1 + len(self.moments))
-        deliver(weights, place, span, segment.weights, segment.home, self.began, room)
+        span, room = self.master.tiles[place].span, partial(self.master.desk.room, 1 + len(self.moments))
+        self.delivery.bring(weights, place, span, room)
 
 
 def _divided(cut: Cut, each: int) -> list[Cut]:

@@ -20,7 +20,7 @@ _STACK_SHARE = 1 / 2
 _LISTS = ("ModuleList", "Sequential")
 # Modules whose parameters others read without calling them: they belong to whoever does.
 _NEVER_CALLED = ("ParameterList", "ParameterDict", "NonDynamicallyQuantizableLinear")
-UNIT = "a unit"  # the kind of a module that is one wherever it is, also inside of another: what is in it is not looked at
+UNIT = "a unit"  # the kind of a module that is one wherever it is, also inside of another; layers in it are none
 # A single layer outside the blocks (an embedding, a head) is a unit of its own from this share of a block.
 _LAYER_SHARE = 1 / 8
 

@@ -47,6 +47,15 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--disk-speed", metavar="SIZE", help="bytes a second of one node's disks")
 
 
+def _add_sizes(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--batch", type=int, metavar="N", help="samples in one forward of one rank (default 1)")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default 1024)")
+    parser.add_argument("--accumulation", type=int, metavar="N", help="forwards before an update (default 1)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights (default bf16, or fp16 on a GPU without it)"
+    )
+
+
 def add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
@@ -62,12 +71,7 @@ def add_plan(commands: Any) -> None:
     job.add_argument(
         "--config", metavar="FILE", help="a DeepSpeed configuration: its batch, precision, optimizer and limits of memory"
     )
-    job.add_argument("--batch", type=int, metavar="N", help="samples in one forward of one rank (default 1)")
-    job.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default 1024)")
-    job.add_argument("--accumulation", type=int, metavar="N", help="forwards before an update (default 1)")
-    job.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights (default bf16, or fp16 on a GPU without it)"
-    )
+    _add_sizes(job)
     job.add_argument("--optimizer", choices=("adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"), help="default adamw")
     job.add_argument(
         "--activations",
@@ -105,10 +109,7 @@ def add_simulate(commands: Any) -> None:
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration, instead of the options below")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO (default 3)")
     parser.add_argument("--offload", choices=("none", "optimizer", "both"), default="none", help="what rests on the host")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="precision of weights (default bf16)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples in one forward (default 1)")
-    parser.add_argument("--seq", type=int, default=1024, metavar="N", help="tokens of a sample (default 1024)")
-    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="forwards before an update (default 1)")
+    _add_sizes(parser)
     parser.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in the backward")
     parser.add_argument("--timeline", metavar="FILE", help="write when what happens, for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")

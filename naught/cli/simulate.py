@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from naught.cli.files import write_new
 from naught.cli.machines import machine_of, rates_text
 from naught.errors import UsageError
+from naught.machine import Machine
 from naught.model_names import parse_model
 from naught.pacing import Pace, pace
 from naught.quantity import show_bytes, show_count, show_seconds
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run_simulate"]
 
+_SEQ = 1024
+
 
 def run_simulate(options: argparse.Namespace) -> int:
     shape = parse_model(options.model).shape
@@ -27,9 +30,9 @@ def run_simulate(options: argparse.Namespace) -> int:
     from naught.comm import World
     from naught.trainer.simulating import Batch, simulate_gpt
 
-    config = _config(options)
-    batch = Batch(int(config["train_micro_batch_size_per_gpu"]), options.seq, not options.keep_activations)
     machine = machine_of(options)[0]
+    config = _config(options, machine)
+    batch = Batch(int(config["train_micro_batch_size_per_gpu"]), options.seq or _SEQ, not options.keep_activations)
     found = simulate_gpt(shape, config, World(machine.ranks, options.rank, options.backend), batch)
     paced = pace(found.plan, found.placements, found.sizes, found.flops, machine, recomputes=batch.recomputes)
     if options.timeline:
@@ -78,13 +81,14 @@ def _element_bytes(config: dict[str, Any]) -> int:
     return 2 if any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
 
 
-def _config(options: argparse.Namespace) -> dict[str, Any]:
+def _config(options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
+    micro = 1 if options.batch is None else options.batch
     if options.config:
         from naught.config import load, to_document
 
         document: dict[str, Any] = to_document(load(options.config))
         if not document.get("train_micro_batch_size_per_gpu"):
-            document["train_micro_batch_size_per_gpu"] = options.batch
+            document["train_micro_batch_size_per_gpu"] = micro
         document.pop("train_batch_size", None)
         return document
     zero: dict[str, Any] = {"stage": options.stage}
@@ -92,10 +96,11 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if options.offload == "both":
         zero["offload_param"] = {"device": "cpu"}
-    precision = {} if options.dtype == "fp32" else {options.dtype: {"enabled": True}}
+    dtype = options.dtype or ("bf16" if machine.gpu.has_bf16 else "fp16")
+    precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     return {
-        "train_micro_batch_size_per_gpu": options.batch,
-        "gradient_accumulation_steps": options.accumulation,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": 1 if options.accumulation is None else options.accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {}},
         "zero_optimization": zero,

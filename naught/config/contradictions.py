@@ -19,7 +19,7 @@ class Conflict(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Conflict]:
-    for rule in (_precision, _offload, _pool, _batch, _loss_scale, _schedule, _clipping, _momentum):
+    for rule in (_precision, _offload, _delay, _resting, _pool, _batch, _loss_scale, _schedule, _clipping, _momentum):
         yield from rule(config)
 
 
@@ -75,24 +75,32 @@ def _offload(config: Config) -> Iterator[Conflict]:
         path = f"zero_optimization.{name}.nvme_path"
         if block and block.device == "nvme" and not block.nvme_path and path not in config.auto:
             yield Conflict((path,), f'{name}.device is "nvme" but nvme_path is not set', "name a folder on the disk")
-    if config.naught.delay_update_after is not None:
-        if config.naught.placement != "stage":
-            paths = ("naught.delay_update_after", "naught.placement")
-            yield Conflict(
-                paths, "a pool may put weights on the host, which cannot follow an update later", "keep one of the two"
-            )
-        elif not optim or optim.device == "none":
-            paths = ("naught.delay_update_after", "zero_optimization.offload_optimizer")
-            yield Conflict(paths, "only an update on the host is delayed", 'set offload_optimizer: {"device": "cpu"}')
-        if optim and optim.device == "nvme":
-            paths = ("naught.delay_update_after", "zero_optimization.offload_optimizer.device")
-            yield Conflict(
-                paths, "an update of states on disk brings its weights along and is not delayed", "keep one of the two"
-            )
-        if param and param.device != "none":
-            paths = ("naught.delay_update_after", "zero_optimization.offload_param")
-            what = "weights that rest on the host are made of what is updated there: they cannot follow later"
-            yield Conflict(paths, what, "keep the parameters on the device, or do not delay")
+
+
+def _delay(config: Config) -> Iterator[Conflict]:
+    """Only weights on the device can follow an update of states on the host one step late."""
+    param, optim = config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer
+    if config.naught.delay_update_after is None:
+        return
+    if config.naught.placement != "stage":
+        paths = ("naught.delay_update_after", "naught.placement")
+        yield Conflict(paths, "a pool may put weights on the host, which cannot follow an update later", "keep one of the two")
+    elif not optim or optim.device == "none":
+        paths = ("naught.delay_update_after", "zero_optimization.offload_optimizer")
+        yield Conflict(paths, "only an update on the host is delayed", 'set offload_optimizer: {"device": "cpu"}')
+    if optim and optim.device == "nvme":
+        paths = ("naught.delay_update_after", "zero_optimization.offload_optimizer.device")
+        yield Conflict(paths, "an update of states on disk brings its weights along and is not delayed", "keep one of the two")
+    if param and param.device != "none":
+        paths = ("naught.delay_update_after", "zero_optimization.offload_param")
+        what = "weights that rest on the host are made of what is updated there: they cannot follow later"
+        yield Conflict(paths, what, "keep the parameters on the device, or do not delay")
+
+
+def _resting(config: Config) -> Iterator[Conflict]:
+    """Where moments, activations and gradients may rest."""
+    zero, optim = config.zero_optimization, config.zero_optimization.offload_optimizer
+    known_stage = "zero_optimization.stage" not in config.auto
     if config.naught.small_moments and ((optim and optim.device == "nvme") or config.naught.nvme_path):
         where = "naught.nvme_path" if config.naught.nvme_path else "zero_optimization.offload_optimizer.device"
         paths = ("naught.small_moments", where)
