@@ -27,6 +27,10 @@ class Vertical(nn.Module):
         super().__init__()
         if not isinstance(part, nn.Module):
             raise UsageError(f"the part is a {type(part).__name__}, not a torch.nn.Module", fix="give a module")
+        if any(isinstance(inner, Vertical) for inner in part.modules()):
+            raise UsageError(
+                "the part has a Vertical in it, which would divide each micro-batch again", fix="wrap one of the two"
+            )
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise UsageError(f"micro_batches is {micro_batches!r}", fix="give a whole number, 1 or more")
         self.part, self.micro_batches = part, micro_batches

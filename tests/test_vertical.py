@@ -132,6 +132,8 @@ def test_mistakes_are_told():
         Vertical(nn.Bilinear(2, 2, 2), 2)(torch.ones(4, 2), torch.ones(2, 2))
     with pytest.raises(UsageError, match="inputs of no tensor"):
         Vertical(nn.Linear(2, 2), 2)()
+    with pytest.raises(UsageError, match="the part has a Vertical in it"):
+        Vertical(nn.Sequential(Vertical(nn.Linear(2, 2), 2)), 2)
     with pytest.raises(UsageError, match="the part is a function"):
         Vertical(lambda x: x, 2)
     with pytest.raises(UsageError, match="a part gave a dict"):
