@@ -18,13 +18,14 @@ from naught.errors import ModelError, UsageError
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.hints import leaf_names, renew_loans
+from naught.holding import MOST_SLOTS
 from naught.home import GradTypes, Home, Types
 from naught.job import Job
 from naught.layout import ALIGN_NUMEL
 from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Place, Placement, Tier
-from naught.pooling import Limits, place_in_pool, refuse_full_disk, refuse_what_does_not_fit
+from naught.pooling import Limits, place_in_pool, refuse_full_disk, slots_beside
 from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.segment import Segment
 from naught.shapes import Run
@@ -164,7 +165,7 @@ def build_units(
     names = frozenset((*leaf.names, *leaf_names(model)))
     rules = UnitRules(frozenset(leaf.classes), names, frozenset(leaf.name_suffixes))
     specs = find_units(describe(model, dtypes, membership.has), rules)
-    placements = _placements(specs, config, around.group.size, around.limits)
+    placements, slots = _placements(specs, config, around.group.size, around.limits)
     group, device, meter, share, job, _ = around
     folder = disk_folder(config)
     if folder is not None:
@@ -172,7 +173,7 @@ def build_units(
             placed = [PlacedRun(_run(spec, group.size), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.size, free_disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.size).values()), default=0)
-    host = host_side(config, device, meter, largest)
+    host = host_side(config, device, meter, largest, slots)
     with group.together():
         disk = disk_side(config, device, meter, largest)
     homes = {name: Home(placement, group, device, meter, share, host, disk) for name, placement in placements.items()}
@@ -226,16 +227,16 @@ def _refuse_model(model: nn.Module) -> None:
             )
 
 
-def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None) -> dict[str, Placement]:
-    """Each unit as the configuration says, within limits if it sets any."""
+def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None) -> tuple[dict[str, Placement], int]:
+    """Each unit as the configuration says, within limits if it sets any; and how many slots of staging these leave."""
     if limits is None:
-        return _by_stage(specs, config, world)
+        return _by_stage(specs, config, world), MOST_SLOTS
     runs = [_run(spec, world) for spec in specs]
     if config.naught.placement == "stage":
         found = _by_stage(specs, config, world)
-        refuse_what_does_not_fit([PlacedRun(run, found[spec.name]) for run, spec in zip(runs, specs, strict=True)], limits)
-        return found
-    return dict(zip((spec.name for spec in specs), place_in_pool(runs, limits), strict=True))
+        return found, slots_beside([PlacedRun(run, found[spec.name]) for run, spec in zip(runs, specs, strict=True)], limits)
+    pooled = place_in_pool(runs, limits)
+    return dict(zip((spec.name for spec in specs), pooled.placements, strict=True)), pooled.slots
 
 
 def _run(spec: UnitSpec, world: int) -> Run:

@@ -78,10 +78,10 @@ def forecast(
     memory[Tier.DEVICE][Category.GATHERED] += work.gathered
     memory[Tier.DEVICE][Category.BUFFERS] += work.device_buffers
     memory[Tier.HOST][Category.BUFFERS] += work.host_buffers
-    if not machine.unified and machine.stages:
+    if not machine.unified:
         travels = [run for run, placement in placed if any(placement.of(kind).tier is not Tier.DEVICE for kind in Kind)]
         largest = max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
-        memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(largest) if travels else 0
+        memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(largest, machine.slots) if travels else 0
     memory[Tier.HOST][Category.BUFFERS] += _rooms(placed, machine, job)
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)

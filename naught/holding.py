@@ -15,7 +15,9 @@ from naught.placement import Kind, Placement, Tier
 from naught.steps import Placements, Sizes, Step, UnitBytes, Verb
 
 __all__ = [
+    "LEAST_SLOTS",
     "LIVES",
+    "MOST_SLOTS",
     "SLOT_NUMEL",
     "STRETCH_NUMEL",
     "TILE_STEP",
@@ -32,17 +34,17 @@ __all__ = [
 # What is reckoned on a device is reckoned in stretches of so many elements; what goes between it and the host goes through slots
 # of so many elements of 32 bits each.
 STRETCH_NUMEL, SLOT_NUMEL = 1 << 23, 1 << 24
-_LEAST_SLOTS, _MOST_SLOTS = 4, 16
+LEAST_SLOTS, MOST_SLOTS = 4, 16
 
 
-def staging_slots(largest_numel: int) -> int:
+def staging_slots(largest_numel: int, most: int) -> int:
     """Room for the largest part that goes down, so that the device goes on while it does; a slot more, and one to come up."""
-    return min(max(-(-largest_numel // SLOT_NUMEL) + 2, _LEAST_SLOTS), _MOST_SLOTS)
+    return min(max(-(-largest_numel // SLOT_NUMEL) + 2, LEAST_SLOTS), most)
 
 
-def staging_bytes(largest_numel: int) -> int:
+def staging_bytes(largest_numel: int, most: int) -> int:
     """Of all slots, where the largest part that travels has so many elements."""
-    return staging_slots(largest_numel) * min(SLOT_NUMEL, largest_numel) * 4
+    return staging_slots(largest_numel, most) * min(SLOT_NUMEL, largest_numel) * 4
 
 
 def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int, others: int = 1) -> int:

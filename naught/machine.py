@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from naught.errors import UsageError
+from naught.holding import MOST_SLOTS
 from naught.measured import Measured, recall
 from naught.placement import Tier
 from naught.quantity import parse_bytes
@@ -78,7 +79,7 @@ class Machine:
     update_numel_s: float = 4e9  # AdamW on all cores of a node
     unified: bool = False  # no GPU: the device is the host's own memory, and there is no other
     host_share: float = 0.90  # of it that states may have: a script and its libraries need some
-    stages: bool = True  # what goes between host and device goes through buffers on the device
+    slots: int = MOST_SLOTS  # on the device, at most, through which goes what goes between it and the host
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1:

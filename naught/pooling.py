@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from naught.advice import pool
 from naught.errors import PlacementError
 from naught.estimate import Forecast, forecast
+from naught.holding import LEAST_SLOTS
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Placement, Tier
@@ -15,7 +17,7 @@ from naught.quantity import show_bytes
 from naught.shapes import Run
 from naught.sizes import PlacedRun, resting_bytes
 
-__all__ = ["Limits", "place_in_pool", "refuse_full_disk", "refuse_what_does_not_fit"]
+__all__ = ["Limits", "Pooled", "place_in_pool", "refuse_full_disk", "slots_beside"]
 
 _TILES = (2, 4, 8, 16, 32, 64)
 _FEWER = "; fewer or smaller requests of the disk (aio.queue_depth, aio.block_size) need smaller buffers on the host"
@@ -36,22 +38,35 @@ class Limits:
         return ActivationBytes(self.activation_bytes, 0, 0, "what the configuration leaves to them", forward_flops=1)
 
 
-def place_in_pool(units: Sequence[Run], limits: Limits) -> list[Placement]:
+class Pooled(NamedTuple):
+    """Where units rest, and how many slots of staging leave them room."""
+
+    placements: list[Placement]
+    slots: int
+
+
+def place_in_pool(units: Sequence[Run], limits: Limits) -> Pooled:
     """Use the device and the host as one memory: the states of each unit go to the nearest tier with room. The first ones of the
     forward stay on the device, where they are updated at once, and the host has time for the rest."""
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    placed = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
-    found = [placement for run, placement in placed for _ in range(run.repeat)]
-    if not _forecast(placed, limits).fits:
-        where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
-        farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], limits)
-        raise PlacementError(
-            f"the model does not fit; if all of its states were {where}, {_needs(farthest)}",
-            where="naught.placement",
-            fix="use more ranks, a smaller model or batch, or larger limits"
-            + (_FEWER if limits.machine.disk_bytes else f"; {_ON_DISK}"),
-        )
-    return found
+    for tried in _by_staging(limits):
+        placed = pool(units, lambda _: limits.activations, tried.machine, job, automatic=False, tiles=False)
+        if _forecast(placed, tried).fits:
+            return Pooled([placement for run, placement in placed for _ in range(run.repeat)], tried.machine.slots)
+    where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
+    farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], tried)
+    raise PlacementError(
+        f"the model does not fit; if all of its states were {where}, {_needs(farthest)}",
+        where="naught.placement",
+        fix="use more ranks, a smaller model or batch, or larger limits"
+        + (_FEWER if limits.machine.disk_bytes else f"; {_ON_DISK}"),
+    )
+
+
+def _by_staging(limits: Limits) -> list[Limits]:
+    """Staging that takes a unit whole is faster; but a model that fits beside less of it trains."""
+    most = limits.machine.slots
+    return [replace(limits, machine=replace(limits.machine, slots=slots)) for slots in (most, min(most, LEAST_SLOTS))]
 
 
 def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: int, folder: str) -> None:
@@ -65,11 +80,14 @@ def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: in
         )
 
 
-def refuse_what_does_not_fit(placed: Sequence[PlacedRun], limits: Limits) -> None:
-    """Before anything is allocated."""
-    found = _forecast(placed, limits)
-    if found.fits:
-        return
+def slots_beside(placed: Sequence[PlacedRun], limits: Limits) -> int:
+    """How many slots of staging leave room for the states. What does not fit beside the fewest is refused before anything is
+    allocated."""
+    for tried in _by_staging(limits):
+        found = _forecast(placed, tried)
+        if found.fits:
+            return tried.machine.slots
+    limits = tried
     runs = [run for run, _ in placed]
     uniform = {name: [PlacedRun(run, place) for run in runs] for name, place in PLACEMENTS.items()}
     others = (name for name, rows in uniform.items() if "disk" not in name and _forecast(rows, limits).fits)

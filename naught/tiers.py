@@ -19,7 +19,7 @@ from naught.ferry import Ferry
 from naught.file_errors import telling
 from naught.flat import Meter
 from naught.formulas import SMALL_MOMENT, Recipe
-from naught.holding import TILE_STEP
+from naught.holding import MOST_SLOTS, TILE_STEP
 from naught.home import HostSide
 from naught.host_crew import HostCrew, cores_of
 from naught.job import Job
@@ -78,7 +78,7 @@ def limits_of_bytes(
             disk_threads=_disk_threads(config),
             disk_request_bytes=config.aio.block_size,
             disk_bytes=disk * min(here, world),
-            stages=apart,
+            slots=MOST_SLOTS if apart else 0,
             unified=not apart and ours.gpu_memory is None,
         ),
         job_of(config, precision, moments),
@@ -158,7 +158,7 @@ def _named_folder(config: Config) -> str | None:
     return None if found is None else str(Path(found).expanduser())
 
 
-def host_side(config: Config, device: torch.device, meter: Meter, largest_numel: int) -> HostSide | None:
+def host_side(config: Config, device: torch.device, meter: Meter, largest_numel: int, most_slots: int) -> HostSide | None:
     """What a rank needs on its host; None: nothing can rest there. No part of a flat that travels has more elements."""
     placement, zero = placement_of(config), config.zero_optimization
     if all(placement.of(kind).tier is Tier.DEVICE for kind in Kind) and config.naught.placement == "stage":
@@ -169,4 +169,4 @@ def host_side(config: Config, device: torch.device, meter: Meter, largest_numel:
     cores = cores_of(here.local_rank if here else 0, local_ranks(os.environ)) if apart else None
     limit = config.naught.host_memory and config.naught.host_memory // local_ranks(os.environ)
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
-    return HostSide(shelf, Ferry(device, meter, largest_numel), HostCrew(cores), config.naught.host_sums)
+    return HostSide(shelf, Ferry(device, meter, largest_numel, most_slots), HostCrew(cores), config.naught.host_sums)

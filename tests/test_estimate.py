@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from naught.advice import POOLED, advise, best_forecast, largest_numel, pool
-from naught.errors import UsageError
+from naught.errors import PlacementError, UsageError
 from naught.estimate import Category, forecast
 from naught.formulas import recipe, state_bytes
 from naught.job import ActivationBytes, Checkpointing, Job, transformer_activations
@@ -20,6 +20,7 @@ from naught.model_names import parse_model
 from naught.moving import Budgets
 from naught.placement import PLACEMENTS, Kind, Placement, Tier
 from naught.plan import compile_plan
+from naught.pooling import Limits, slots_beside
 from naught.presets import gpt_of_count
 from naught.shapes import Run
 from naught.sizes import PlacedRun
@@ -112,7 +113,7 @@ def mixtures(draw) -> list[PlacedRun]:
 
 @given(mixtures(), st.sampled_from([1, 2]))
 def test_the_working_set_is_that_of_the_whole_model(placed, ranks):
-    found = forecast("x", placed, NOTHING, replace(machine_of(ranks), stages=False), Job())
+    found = forecast("x", placed, NOTHING, replace(machine_of(ranks), slots=0), Job())
     whole = whole_working_set(tuple(placed), ranks, Job())
     assert found.memory[Tier.DEVICE][Category.GATHERED] == whole.gathered
     assert found.memory[Tier.DEVICE][Category.BUFFERS] == whole.device_buffers
@@ -177,6 +178,19 @@ def test_what_travels_is_staged_in_buffers_of_a_constant_size():
         placed = [PlacedRun(Run("block", numel, 3), PLACEMENTS["stage2-offload"])]
         found = forecast("x", placed, NOTHING, machine_of(2), Job())
         assert found.memory[Tier.DEVICE][Category.BUFFERS] == wanted
+
+
+def test_staging_gives_way_to_states():
+    placed = [PlacedRun(Run("block", 1 << 28, 3), PLACEMENTS["stage2-offload"])]
+    needs = {slots: forecast("x", placed, NOTHING, replace(HUGE, slots=slots), Job()).total(Tier.DEVICE) for slots in (4, 16)}
+
+    def slots(nbytes: int) -> int:
+        machine = replace(HUGE, gpu=HUGE.gpu._replace(memory_bytes=-(-nbytes * 100 // 96)))  # of which states may have 0.96
+        return slots_beside(placed, Limits(machine, Job(), 0))
+
+    assert slots(needs[16]) == 16 and slots(needs[16] - 100) == 4 and slots(needs[4]) == 4
+    with pytest.raises(PlacementError, match="does not fit"):
+        slots(needs[4] - 100)
 
 
 def test_a_rank_alone_gathers_nothing():

@@ -94,7 +94,7 @@ def _pooled(model: nn.Module, recipe: Recipe, batch: Batch, world: int, activati
     if recipe.naught.activation_memory is None:
         limits = replace(limits, activation_bytes=activation_bytes)
     units = [run._replace(repeat=1) for run in model_of(model).runs for _ in range(run.repeat)]
-    return [PlacedRun(unit, place) for unit, place in zip(units, place_in_pool(units, limits), strict=True)]
+    return [PlacedRun(unit, place) for unit, place in zip(units, place_in_pool(units, limits).placements, strict=True)]
 
 
 def dtype_of(recipe: Recipe) -> str:
