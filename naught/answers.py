@@ -127,7 +127,15 @@ class Answers(nn.Module):
     def world_size(self) -> int:
         return self._group.size
 
-    dp_world_size = world_size
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that have the same part of the model: all, unless several have a model together."""
+        return self._group.parts
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that have a model together."""
+        return self._group.size // self._group.parts
 
     # --- how far ---
 

@@ -198,8 +198,8 @@ class Between(Answers):
         return loader_of(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            rank=self.global_rank,
-            world=self.world_size,
+            rank=self.schedule.group.part,
+            world=self.dp_world_size,
             collate_fn=collate_fn,
             sampler=data_sampler,
             num_workers=num_local_io_workers or 0,

@@ -43,9 +43,9 @@ class _Born(NamedTuple):
         if isinstance(self.part, Stored):
             self.part.will_change()  # no copy of it is kept
             self.part.give_back()
-        flat = torch.empty(part.numel() * group.size, dtype=part.dtype, device=place)
+        flat = torch.empty(part.numel() * group.parts, dtype=part.dtype, device=place)
         slices = list(torch.split(flat, part.numel()))
-        slices[group.rank].copy_(part)
+        slices[group.part].copy_(part)
         group.gather(flat, slices, "").wait()
         return flat[: shape.numel()].view(shape).to(device)
 
@@ -141,11 +141,11 @@ def split(param: nn.Parameter, keeping: Keeping, writer: int = 0) -> None:
     group, place, put_away = keeping
     with torch._C.DisableTorchFunction():
         device, numel = param.device, param.numel()
-        each = -(-max(numel, 1) // group.size)
-        flat = torch.zeros(each * group.size, dtype=param.dtype, device=place)
+        each = -(-max(numel, 1) // group.parts)
+        flat = torch.zeros(each * group.parts, dtype=param.dtype, device=place)
         flat[:numel].copy_(param.data.reshape(-1))
         group.spread(flat, writer)
-        part = put_away(flat[group.rank * each : (group.rank + 1) * each])
+        part = put_away(flat[group.part * each : (group.part + 1) * each])
         param.data = torch.full((), math.nan, dtype=param.dtype, device=device).expand(param.shape)  # a read gives NaN
     _SPLIT[param] = _Born(part, device, keeping)
 

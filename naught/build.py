@@ -22,6 +22,7 @@ from naught.holding import MOST_SLOTS
 from naught.home import GradTypes, Home, Types
 from naught.job import Job
 from naught.layout import ALIGN_NUMEL
+from naught.local_parts import is_repeated
 from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Place, Placement, Tier
@@ -164,15 +165,16 @@ def build_units(
     leaf = config.zero_optimization.leaf_module
     names = frozenset((*leaf.names, *leaf_names(model)))
     rules = UnitRules(frozenset(leaf.classes), names, frozenset(leaf.name_suffixes))
-    specs = find_units(describe(model, dtypes, membership.has), rules)
-    placements, slots = _placements(specs, config, around.group.size, around.limits)
+    repeated = is_repeated(model, around.group.lineup)
+    specs = find_units(describe(model, dtypes, membership.has, repeated), rules)
+    placements, slots = _placements(specs, config, around.group.parts, around.limits)
     group, device, meter, share, job, _ = around
     folder = disk_folder(config)
     if folder is not None:
         with group.together():
-            placed = [PlacedRun(_run(spec, group.size), placements[spec.name]) for spec in specs]
-            refuse_full_disk(placed, job, group.size, free_disk_bytes(folder), folder)
-    largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.size).values()), default=0)
+            placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
+            refuse_full_disk(placed, job, group.parts, free_disk_bytes(folder), folder)
+    largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
     host = host_side(config, device, meter, largest, slots)
     with group.together():
         disk = disk_side(config, device, meter, largest)
@@ -184,10 +186,11 @@ def build_units(
     for spec in sorted(specs, key=lambda spec: last[spec.name]):
         filling.fill_through(last[spec.name])
         placement, parts = placements[spec.name], []
-        for key, layout in segments(spec, world=group.size).items():
+        for key, layout in segments(spec, world=group.parts).items():
             weights = dtypes[layout.slots[0].name]
             grads = GradTypes(precision.flat_of(weights, placement), precision.sums_of(weights), precision.on_host_of(weights))
-            types = Types(weights, grads, small_masters=config.naught.small_masters, small_moments=config.naught.small_moments)
+            small = {"small_masters": config.naught.small_masters, "small_moments": config.naught.small_moments}
+            types = Types(weights, grads, **small, repeated=key.repeated)
             members = [params[slot.name] for slot in layout.slots]
             groups = [membership.group_of(param) for param in members] if key.trainable else []
             raise_whole(members, device)

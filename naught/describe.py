@@ -24,6 +24,7 @@ def describe(
     module: nn.Module,
     dtypes: Mapping[str, torch.dtype] | None = None,
     is_trained: Callable[[nn.Parameter], bool] = _requires_grad,
+    is_repeated: Callable[[nn.Parameter], bool] = lambda _: False,
 ) -> Node:
     """A module tree as plain data; a parameter under two names has one key. `dtypes` says which types it is to have."""
     keys: dict[int, int] = {}
@@ -38,6 +39,7 @@ def describe(
                 str((dtypes or {}).get(f"{name}.{short}".removeprefix("."), param.dtype)).removeprefix("torch."),
                 is_trained(param),
                 keys.setdefault(id(param), len(keys)),
+                is_repeated(param),
             )
             for short, param in inner.named_parameters(recurse=False)
         ]

@@ -11,21 +11,14 @@ from torch import nn
 
 from naught.born import lend, take_back
 from naught.tiled import TiledEmbedding, TiledLinear, pieces_of
+from naught.within import Within
 
-__all__ = ["Within", "divide", "replace_in_groups", "tile_linears", "wholes_of"]
+__all__ = ["divide", "pieces_within", "replace_in_groups", "tile_linears"]
 
 _SMALL = 16  # a layer with so small a part of the largest one's weights stays whole
 _READERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # they read their layers' weights without calling them
 Pieces = TiledLinear | TiledEmbedding
 Replaced = Mapping[nn.Parameter, Sequence[nn.Parameter]]
-
-
-class Within(NamedTuple):
-    """What a piece's parameter is of the layer's that it was: which, from which element on, and of what shape that is."""
-
-    name: str
-    first: int
-    shape: tuple[int, ...]
 
 
 def tile_linears(model: nn.Module, tiles: int, *, at_least: int = 1 << 24) -> list[str]:
@@ -106,7 +99,7 @@ def _divide(place: _Place, tiles: int) -> dict[nn.Parameter, Sequence[nn.Paramet
     return replaced
 
 
-def wholes_of(model: nn.Module) -> dict[str, Within]:
+def pieces_within(model: nn.Module) -> dict[str, Within]:
     """What parameters of pieces that stand in for layers are of those, by the pieces' names."""
     found: dict[str, Within] = {}
     for name, layer in model.named_modules():

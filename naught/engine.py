@@ -19,6 +19,7 @@ from naught.data import Loader
 from naught.devices import is_out_of_memory, limit_memory
 from naught.errors import ScheduleError, UsageError
 from naught.hooks import recomputing
+from naught.local_parts import put_back
 from naught.loss_scale import FixedScale
 from naught.observing import Observer, StepFacts
 from naught.parking import Parking
@@ -224,6 +225,7 @@ class Engine(Between):
             self.destroyed = True
             engines.drop(self.passes.homes)
             self.passes.remove()
+            put_back(self.module)
             self.observer.close()
             if self.saves is not None:
                 self.saves.rest.close()
@@ -258,7 +260,7 @@ class Engine(Between):
         setup = Setup(
             units=whole_units(self.schedule, self.optimizer),
             stage=self.zero_optimization_stage(),
-            world=self.world_size,
+            world=self.dp_world_size,
             micro=self.accumulation.batch.micro,
             wide=precision_of(self.settings, 1).weights is torch.float32 and not self.settings.torch_autocast.enabled,
             recomputes=is_recomputing(self.schedule),

@@ -56,10 +56,10 @@ class _Home(NamedTuple):
         slot = self.segment.layout.slots[self.place]
         if self.segment.everywhere:
             return owned[slot.span.start : slot.span.stop].reshape(slot.shape)
-        spans = [self._span(rank) for rank in range(self.group.size)]
+        spans = [self._span(rank) for rank in range(self.group.parts)]
         row = torch.zeros(max(span.numel for span in spans), dtype=torch.float32, device=owned.device)
-        row[: spans[self.group.rank].numel] = self.local(owned)
-        rows = self.group.exchange(row)
+        row[: spans[self.group.part].numel] = self.local(owned)
+        rows = self.group.exchange_parts(row)
         return torch.cat([part[: span.numel] for part, span in zip(rows, spans, strict=True)]).reshape(slot.shape)
 
     def write(self, owned: Tensor, value: Tensor) -> None:
@@ -69,7 +69,7 @@ class _Home(NamedTuple):
             raise UsageError(
                 f'"{slot.name}" has the shape {list(slot.shape)}, and the value {list(value.shape)}', fix="give one of its shape"
             )
-        span = Span(0, slot.span.numel) if self.segment.everywhere else self._span(self.group.rank)
+        span = Span(0, slot.span.numel) if self.segment.everywhere else self._span(self.group.part)
         self.local(owned).copy_(value.detach().reshape(-1)[span.start : span.stop])
 
     def write_local(self, owned: Tensor, value: Tensor) -> None:

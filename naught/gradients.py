@@ -110,7 +110,7 @@ class Gradients:
         self.params, self.placement, self.group, self.share = list(params), placement, group, home.share
         category = Buffer.GRAD_FLATS if placement.sums_leave else Buffer.WHOLE_GRADS
         self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=home.meter)
-        self.shard = slice(*layout.shard(group.rank))
+        self.shard = slice(*layout.shard(group.part))
         self.content = Content.NOTHING
         self.filled = [False] * len(self.params)  # in the flat
         self.used = [False] * len(self.params)  # on this rank, since the last update
@@ -119,7 +119,7 @@ class Gradients:
 
     @property
     def mine(self) -> Tensor:
-        return self.flat.slices[self.group.rank]
+        return self.flat.slices[self.group.part]
 
     @property
     def kept(self) -> Tensor:

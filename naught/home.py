@@ -30,12 +30,14 @@ class GradTypes(NamedTuple):
 
 class Types(NamedTuple):
     """The types of a segment's weights and gradients. With small masters 16-bit weights are rounded half up, and where they are
-    on the device, rests are kept beside them instead of masters. Small moments have 8 bits."""
+    on the device, rests are kept beside them instead of masters. Small moments have 8 bits. What is repeated is the same on all
+    ranks that have a model together."""
 
     weights: torch.dtype
     grads: GradTypes
     small_masters: bool = False
     small_moments: bool = False
+    repeated: bool = False
 
     @property
     def rounds(self) -> Rounds:

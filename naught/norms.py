@@ -24,8 +24,8 @@ def norms_by_name(units: Iterable[Unit], group: Group, scale: float) -> dict[str
         with group.noting():
             total = segment.grads.sum()
         for slot in segment.layout.slots:
-            common = intersect(slot.span, segment.layout.shard(group.rank))
-            if total is None or common is None:
+            common = intersect(slot.span, segment.layout.shard(group.part))
+            if total is None or common is None or not segment.counts:
                 squares.append(0.0)
             else:
                 begin = segment.states.owned.start

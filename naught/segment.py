@@ -54,12 +54,13 @@ class Segment:
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout, groups: Sequence[int], types: Types, home: Home) -> None:
         self.home, self.layout, self.trained = home, layout, bool(groups)
         placement, group = home.placement, home.group
+        self.counts = not types.repeated or group.counts_for_all  # in a norm, and in a checkpoint
         self.frozen = [not param.requires_grad for param in params]  # when the engine was made
         # Whole numbers have no NaN to read as while they are away, and are few: they stay.
         split = placement.param.split and types.weights.is_floating_point
         # Every rank has all of what is written: it updates all, or nobody updates any.
         self.everywhere = not placement.optim.split or not (self.trained or split)
-        owned = Span(0, layout.numel) if self.everywhere else layout.shard(group.rank)
+        owned = Span(0, layout.numel) if self.everywhere else layout.shard(group.part)
         remote = self.trained and placement.optim.tier is not Tier.DEVICE
         tier = placement.optim.tier if self.trained else Tier.DEVICE
         disk = home.disk if tier is Tier.DISK else None
@@ -67,7 +68,7 @@ class Segment:
         sunk = placement.param.tier is Tier.DISK and split  # weights rest on disk, where nothing is updated
         masters: Tensor | None = None  # None: the weights have 32 bits, and are updated where they are
         if self.trained and (remote or sunk or types.weights != torch.float32):
-            masters = self.kept.first_masters([param.data for param in params], group, home.device)
+            masters = self.kept.first_masters([param.data for param in params], group, home.device, repeated=types.repeated)
         # Masters on the host are what split weights that rest there are made of: the host keeps nothing twice.
         made = remote and placement.optim.tier is placement.param.tier is Tier.HOST
         own = None if made else home.shelf(placement.param.tier)

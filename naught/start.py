@@ -15,10 +15,11 @@ import naught
 from naught import comm
 from naught.accelerator import get_accelerator
 from naught.accumulation import Accumulation
+from naught.activation_rests import AsItIs, Split
 from naught.agreement import agree, facts_of
 from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
-from naught.comm import NOWHERE, Group, Ledger, Mean, imagined, make_group
+from naught.comm import NOWHERE, Among, Group, Ledger, Lineup, Mean, imagined, lineup_of, local_of, make_group
 from naught.comm.launch import find_seat
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
@@ -26,6 +27,7 @@ from naught.devices import device_for, keep_freed_pages, limit_memory
 from naught.dividing import divide, replace_in_groups
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
+from naught.local_parts import has_dtensors, localize
 from naught.membership import Membership
 from naught.observing import Observer
 from naught.optimizer import Groups, Hand, Optimizer, groups_of, optimizer_of
@@ -68,59 +70,71 @@ def initialize(
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
+    mesh: Any = None,
 ) -> Started:
     """Split a model as the configuration says, and make what trains it.
 
     The optimizer is the caller's (a torch optimizer, or a function of the parameters that makes one), else the one that
     the configuration names, else there is none and the model only computes. The schedule of the learning rate is the
     configuration's, else the caller's. The model is moved to this rank's accelerator, if there is one.
+
+    Where several ranks have a model together (torch's tensor parallelism, or Megatron's), `mesh` or `mpu` says which; states are
+    split over the others, which have the same part of it.
     """
     if dist_init_required or (dist_init_required is None and not comm.is_initialized() and find_seat(os.environ) is not None):
         comm.init_distributed(distributed_port=distributed_port)
     with make_group(Ledger(), torch.device(get_accelerator().current_device_name()), reduce_numel=1).together():
         settings = load(_source(args, config, config_params))
         refuse_what_is_not_there_yet(settings)
-        _refuse(model, mpu, mesh_param)
+        _refuse(model, mesh_param)
         assert model is not None
+        lineup = _lineup(model, settings, mesh, mpu)
         device = device_for(model) if imagined() is None else NOWHERE
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
         _refuse_rule(settings, chosen)
         rates = _rates(settings, chosen, lr_scheduler)
         membership = Membership(model, [] if chosen is None else chosen.param_groups)
     watch = Watch(device, model_bytes=_bytes_on(device, model))
-    group = make_group(watch.ledger, device, reduce_numel=settings.zero_optimization.reduce_bucket_size, mean=_mean(settings))
+    most = settings.zero_optimization.reduce_bucket_size
+    group = make_group(watch.ledger, device, reduce_numel=most, mean=_mean(settings), lineup=lineup)
     agree(group, facts_of(model, settings, naught.__version__, membership.groups))
     if settings.naught.tiles > 1:
         replace_in_groups(membership.groups, divide(model, settings.naught.tiles))
         membership = Membership(model, membership.groups)
+    if lineup is not None:
+        with group.together():
+            replace_in_groups(membership.groups, localize(model, lineup))
+            membership = Membership(model, membership.groups)
     with group.together():
-        batch = derive_batch(settings, group.size)
+        batch = derive_batch(settings, group.parts)
         observer = Observer(settings, watch, group.rank)
         loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
     accumulation = Accumulation(
-        batch, group.size, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
+        batch, group.parts, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
     )
     passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen))
     limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
     _reserve_on_disk(passes, chosen)
     stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
-    engine = Engine(model, settings, accumulation, passes, stepping, observer, _saves(settings, watch))
+    engine = Engine(model, settings, accumulation, passes, stepping, observer, _saves(settings, watch, lineup))
     engine.training_dataloader = loader
     engine.watchdog.start()
     return Started(engine, chosen, loader, rates)
 
 
-def _saves(settings: Config, watch: Watch) -> Saves | None:
+def _saves(settings: Config, watch: Watch, lineup: Lineup | None) -> Saves | None:
     """What puts activations away; None: they rest where they are made."""
-    if settings.activation_checkpointing.partition_activations:
-        _LOG.warning("activations are split over model-parallel ranks, and there are none: they stay whole")
     rest = activation_rest(settings, watch.device, watch.meter)
+    if settings.activation_checkpointing.partition_activations and lineup is None:
+        _LOG.warning("activations are split over model-parallel ranks, and there are none: they stay whole")
+    elif settings.activation_checkpointing.partition_activations and lineup is not None:
+        rest = Split(rest or AsItIs(), Among(watch.ledger, lineup.model))
     return None if rest is None else Saves(rest, everything=settings.naught.saved_tensors == "all")
 
 
 def _bytes_on(device: torch.device, model: nn.Module) -> int:
     """What a model's parameters and buffers take on a device; what is tied, or a view, lies in one storage."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.layout is torch.strided]
+    tensors = [local_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if tensor.layout is torch.strided]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == device]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -129,8 +143,8 @@ def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, setting
     return loader_of(
         dataset,
         batch_size=batch.micro,
-        rank=group.rank,
-        world=group.size,
+        rank=group.part,
+        world=group.parts,
         collate_fn=collate_fn,
         pin_memory=True,
         drop_last=settings.dataloader_drop_last,
@@ -220,12 +234,25 @@ def _source(args: Any, *given: Source | None) -> Source:
     return sources[0]
 
 
-def _refuse(model: nn.Module | None, mpu: Any, mesh_param: Any) -> None:
+def _lineup(model: nn.Module, settings: Config, mesh: Any, mpu: Any) -> Lineup | None:
+    """Which ranks have a model together; None: every rank has all of it."""
+    lineup = lineup_of(mesh, mpu)
+    if lineup is None and has_dtensors(model):
+        raise UsageError(
+            "the model's parameters are DTensors, and nobody says which ranks have a model together",
+            fix='give mesh=init_device_mesh("cuda", (data, model), mesh_dim_names=("dp", "tp"))',
+        )
+    if lineup is not None and settings.naught.tiles > 1:
+        raise UsageError("layers that several ranks have together are not divided into tiles", fix="leave naught.tiles out")
+    return lineup
+
+
+def _refuse(model: nn.Module | None, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="give model=...")
     refuse_claimed(model)
-    if mesh_param is not None or (mpu is not None and mpu.get_model_parallel_world_size() > 1):
-        raise UsageError("there is no model parallelism yet", fix="leave mpu and mesh_param out")
+    if mesh_param is not None:
+        raise UsageError("mesh_param is for sequence parallelism, which is not there", fix="give mesh for tensor parallelism")
 
 
 def _optimizer(

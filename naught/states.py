@@ -72,12 +72,12 @@ class States:
             if held is not None:
                 held.written()
 
-    def first_masters(self, weights: Sequence[Tensor], group: Group, device: torch.device) -> Tensor:
+    def first_masters(self, weights: Sequence[Tensor], group: Group, device: torch.device, *, repeated: bool) -> Tensor:
         """32-bit masters of this rank's part, from weights that no rounding has touched yet, as rank 0 has them."""
         whole = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         for slot, weight in zip(self.layout.slots, weights, strict=True):
             whole[slot.span.start : slot.span.stop].copy_(weight.reshape(-1))
-        group.spread(whole)
+        group.spread_first(whole, repeated=repeated)
         return whole[self.owned.start : self.owned.stop]
 
     def keep_masters(self, masters: Tensor) -> None:

@@ -58,7 +58,7 @@ def limits_here(
     spare = 0 if folder is None else free_disk_bytes(folder)
     mine = torch.tensor([ours.gpu_memory or free, ours.host_memory or free_host_bytes(), spare])
     gpu, host, disk = group.exchange(mine).amin(0).tolist()  # all ranks place alike: none counts on more than another has
-    return limits_of_bytes(config, precision, moments, group.size, device, gpu=gpu, host=host, disk=disk)
+    return limits_of_bytes(config, precision, moments, group.parts, device, gpu=gpu, host=host, disk=disk)
 
 
 def limits_of_bytes(
@@ -73,7 +73,7 @@ def limits_of_bytes(
             ranks=world,
             ranks_per_node=min(here, world),
             gpu=machine.gpu._replace(memory_bytes=gpu),
-            host_bytes=host,
+            host_bytes=host * min(here, world) // here,  # ranks that have a model together share one host, too
             host_share=1.0 if ours.host_memory is not None else machine.host_share,  # a limit is for states alone
             disk_threads=_disk_threads(config),
             disk_request_bytes=config.aio.block_size,

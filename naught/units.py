@@ -34,6 +34,7 @@ class Param:
     dtype: str
     trainable: bool
     key: int
+    repeated: bool = False  # all ranks that have a model together have it; without such ranks, nothing is
 
     @property
     def numel(self) -> int:
@@ -194,11 +195,12 @@ class SegmentKey:
 
     dtype: str
     trainable: bool
+    repeated: bool = False
 
 
 def segments(unit: UnitSpec, *, world: int) -> dict[SegmentKey, Layout]:
-    """One layout for each dtype and trainability in a unit, in order of first appearance."""
+    """One layout for each of what parameters of a unit must share, in order of first appearance."""
     members: dict[SegmentKey, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for param in unit.params:
-        members[SegmentKey(param.dtype, param.trainable)].append((param.name, param.shape))
+        members[SegmentKey(param.dtype, param.trainable, param.repeated)].append((param.name, param.shape))
     return {key: lay_out(params, world=world) for key, params in members.items()}

@@ -121,7 +121,7 @@ def misused(units: Sequence[Unit]) -> UsageError | None:
 def _look(trained: Sequence[Segment], husks: Sequence[Husks]) -> tuple[UsageError | None, float]:
     """Whether a husk was written to, and the sum of squares of this rank's slices: the same at every stage and on every tier.
     This is where the host waits for its device."""
-    found = [norms for segment in trained for norms in segment.grads.norms()]
+    found = [norms for segment in trained if segment.counts for norms in segment.grads.norms()]
     if husks:
         found.append(untouched(husks).double().reshape(1))
     numbers = numbers_of(torch.cat(found).square_()) if found else []

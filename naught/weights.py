@@ -39,18 +39,18 @@ class Weights:
     ) -> None:
         group, dtype, device = home.group, types.weights, home.device
         self.params, self.layout, self.group, self.split, self.shelf = list(params), layout, group, split, shelf
-        self.rounds = types.rounds
+        self.rounds, self.repeated = types.rounds, types.repeated
         # A rank alone would keep a copy of all of it: where that rests on the device, the flat itself is the shard.
-        self.stays = not split or (group.size == 1 and isinstance(shelf, DeviceShelf))
+        self.stays = not split or (group.parts == 1 and isinstance(shelf, DeviceShelf))
         self.flat = Flat(layout, dtype, device, category="weights" if self.stays else Buffer.GATHERED, meter=home.meter)
-        self.shard: Tensor | None = self.flat.slices[group.rank]
+        self.shard: Tensor | None = self.flat.slices[group.part]
         self.stored: Stored | None = None  # the slice, on disk
         self.bound = False  # the parameters are views of the flat
         self.husks = Husks(layout, dtype, device)
         self.guard = Guard(self.params, layout)
         self._adopt()
         if not self.stays:
-            mine, self.shard = self.flat.slices[group.rank], None
+            mine, self.shard = self.flat.slices[group.part], None
             if disk is not None:
                 with group.noting():
                     self.stored = disk.take(mine.numel(), dtype, "weights")
@@ -77,13 +77,13 @@ class Weights:
         self.flat.clear_gaps()
         for param, view in zip(self.params, self.flat.slots, strict=True):
             self.rounds(view, param.data.to(view.device))
-        self.group.spread(self.flat.tensor)
+        self.group.spread_first(self.flat.tensor, repeated=self.repeated)
         self.bind()
 
     def open(self) -> Tensor:
         """This rank's slice of the flat, which has its memory from here on."""
         self.flat.alloc()
-        return self.flat.slices[self.group.rank]
+        return self.flat.slices[self.group.part]
 
     def bind(self) -> None:
         """Let the parameters be views of the flat."""
@@ -140,9 +140,9 @@ class Weights:
             self.bound = False
             self.bind()
         else:
-            shard = self.layout.shard(self.group.rank)
+            shard = self.layout.shard(self.group.part)
             copies = {slot.name: param.data.reshape(-1) for slot, param in zip(self.layout.slots, self.params, strict=True)}
-            for slot, span in self.layout.owned(self.group.rank):
+            for slot, span in self.layout.owned(self.group.part):
                 part = copies[slot.name][span.start - slot.span.start : span.stop - slot.span.start]
                 mine[span.start - shard.start : span.stop - shard.start].copy_(part)
             self.release()

@@ -194,7 +194,7 @@ BROKEN: dict[str, tuple[object, dict[str, str]]] = {
     ),
     "a size inside what looks off": (
         {"tensor_parallel": {"autotp_size": 1, "tensor_parallel": {"tp_size": 4}}},
-        {"tensor_parallel": "no tensor parallelism"},
+        {"tensor_parallel": "cut it with torch's parallelize_module"},
     ),
     "rates of groups downwards": (
         {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [0.1, 0.3], "cycle_max_lr": [0.2, 0.2]}}},
@@ -221,7 +221,7 @@ BROKEN: dict[str, tuple[object, dict[str, str]]] = {
     "pipeline": ({"pipeline": {"stages": 4}}, {"pipeline": "no pipeline parallelism"}),
     "moe": ({"moe": {"enabled": True}}, {"moe": "no expert parallelism"}),
     "compression": ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, {"compression_training": "no compression"}),
-    "tensor parallel": ({"tensor_parallel": {"autotp_size": 4}}, {"tensor_parallel": "no tensor parallelism"}),
+    "tensor parallel": ({"tensor_parallel": {"autotp_size": 4}}, {"tensor_parallel": "cut it with torch's parallelize_module"}),
     "16-bit masters": ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {"bf16.bf16_master_weights_and_grads": "masters are always 32-bit"}),
     "lamb": ({"optimizer": {"type": "Lamb", "params": {"lr": 1}}}, {"optimizer.type": "whole matrices"}),
     "1-bit adam": ({"optimizer": {"type": "OneBitAdam"}}, {"optimizer.type": "1-bit compression"}),

@@ -311,6 +311,7 @@ def open_files() -> int:
 
 def test_an_engine_that_is_destroyed_closes_its_files(tmp_path):
     stage, zero = places(str(tmp_path))["both"]
+    start(stage, **SPREAD, **zero).destroy()  # the first one starts the device, which keeps files of its own
     before = open_files()
     engine = start(stage, **SPREAD, **zero)
     take_steps(engine, 1)

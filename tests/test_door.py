@@ -113,13 +113,14 @@ def test_data_for_evaluation_comes_in_its_own_order():
     assert torch.equal(torch.cat(list(loader)), torch.stack([Numbers()[index] for index in range(12)]))
 
 
-def test_model_parallelism_is_refused():
+def test_sequence_parallelism_is_refused_and_an_mpu_of_one_rank_is_nothing():
     class Mpu:
         def get_model_parallel_world_size(self) -> int:
-            return 2
+            return 1
 
-    with pytest.raises(UsageError, match="no model parallelism yet"):
-        deepspeed.initialize(model=model_of(), config=config_of(0), mpu=Mpu())
+    with pytest.raises(UsageError, match="mesh_param is for sequence parallelism"):
+        deepspeed.initialize(model=model_of(), config=config_of(0), mesh_param=(1, 1))
+    take_steps(deepspeed.initialize(model=model_of(), config=config_of(0), mpu=Mpu())[0], 1)
 
 
 # --- what an engine tells -------------------------------------------------------------------------------------------------

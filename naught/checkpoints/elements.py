@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from naught.checkpoints.manifest import Table
@@ -41,7 +44,10 @@ def locate(tables: Sequence[Table]) -> Mapping[tuple[str, str], list[Located]]:
 
 def within(located: Sequence[Located], first: int, stop: int) -> Iterator[Located]:
     """Where the elements from `first` to `stop` lie. If not all of them are there, it ends where one is missing."""
-    for at in located:
+    behind = bisect_right(located, first, key=attrgetter("first"))
+    for at in islice(located, max(0, behind - 1), None):
+        if at.first >= stop:
+            return
         begin, end = max(first, at.first), min(stop, at.first + at.numel)
         if begin >= end:
             continue

@@ -10,9 +10,11 @@ from typing import Any
 from torch import distributed as _torchs
 
 from naught.comm.among import Among
+from naught.comm.dtensors import Whole, is_dtensor, local_of
 from naught.comm.group import SAME_ORDER, Group, Mean, Waits
 from naught.comm.imagined import NOWHERE, World, imagine, imagined, make_group
 from naught.comm.ledger import Ledger
+from naught.comm.lineup import Lineup, lineup_of
 from naught.comm.mail import Mail
 from naught.comm.starting import get_local_rank, init_distributed, shares_device, shut_down
 from naught.comm.summary import log_summary
@@ -25,16 +27,21 @@ __all__ = [
     "Among",
     "Group",
     "Ledger",
+    "Lineup",
     "Mail",
     "Mean",
     "Pending",
     "Together",
     "Waits",
+    "Whole",
     "World",
     "get_local_rank",
     "imagine",
     "imagined",
     "init_distributed",
+    "is_dtensor",
+    "lineup_of",
+    "local_of",
     "log_summary",
     "make_group",
     "shares_device",

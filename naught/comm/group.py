@@ -1,6 +1,7 @@
-"""Group: the ranks that share a model. Every collective goes through it and is counted.
+"""Group: the ranks that train a model. Every collective goes through it and is counted.
 
-A process without torch.distributed is a group of one, on the same path.
+All of them talk with each other. States are split over those that have the same part of a model, which are all of them unless
+several have a model together. A process without torch.distributed is a group of one, on the same path.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from naught.comm.ledger import Call, Ledger, Waiting
+from naught.comm.lineup import Lineup
 from naught.comm.together import Together, heard, told
 from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
 from naught.errors import NaughtError, ScheduleError, UsageError
@@ -49,9 +51,16 @@ class Group(Together):
     carries where it needs memory of its own."""
 
     def __init__(
-        self, ledger: Ledger, device: torch.device, *, reduce_numel: int, mean: Mean | None = None, patience_s: float = 30.0
+        self,
+        ledger: Ledger,
+        device: torch.device,
+        *,
+        reduce_numel: int,
+        mean: Mean | None = None,
+        patience_s: float = 30.0,
+        lineup: Lineup | None = None,
     ) -> None:
-        self.ledger, self.mean, self.patience_s = ledger, mean or Mean(), patience_s
+        self.ledger, self.mean, self.patience_s, self.lineup = ledger, mean or Mean(), patience_s, lineup
         self.number = next(_NUMBERS)
         # Of something that was under way on this rank, to be told to all. A text: an error would hold the frames that it came
         # through, and they this.
@@ -61,9 +70,24 @@ class Group(Together):
         self.rank: int = dist.get_rank() if together else 0
         self.size: int = dist.get_world_size() if together else 1
         backends = _backends() if together else {}
-        self.wire = _wire(self.rank, self.size, device, backends.get(device.type), reduce_numel)
+        self.wire = _wire(self.part, self.parts, device, backends.get(device.type), reduce_numel, lineup)
         # Numbers that ranks exchange lie where the backend can reach them.
         self.desk = torch.device("cpu") if self.size == 1 or "cpu" in backends else device
+
+    @property
+    def part(self) -> int:
+        """Which slice of every flat is this rank's."""
+        return self.rank if self.lineup is None else self.lineup.part
+
+    @property
+    def parts(self) -> int:
+        """Over how many ranks states are split."""
+        return self.size if self.lineup is None else len(self.lineup.sharers)
+
+    @property
+    def counts_for_all(self) -> bool:
+        """Of what all ranks have that have a model together, one's counts: this one's?"""
+        return self.lineup is None or self.lineup.model_rank == 0
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -93,15 +117,15 @@ class Group(Together):
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor], unit: str, own: Waits | None = None) -> Pending:
         """Fill a flat in which every rank has put its own slice, or will have once it has waited for its own."""
-        call = self.ledger.add("all-gather", unit, (self.size - 1) * slices[self.rank].nbytes)
-        if own is not None and self.size == 1:
+        call = self.ledger.add("all-gather", unit, (self.parts - 1) * slices[self.part].nbytes)
+        if own is not None and self.parts == 1:
             return Pending(then=own.wait)
         if own is not None:
             with self.noting():
                 try:
                     own.wait()
                 except Exception:
-                    slices[self.rank].fill_(float("nan"))  # nobody takes it for weights
+                    slices[self.part].fill_(float("nan"))  # nobody takes it for weights
                     raise
         with self._inside(call):
             under_way = self.wire.gather(flat, slices)
@@ -109,8 +133,8 @@ class Group(Together):
 
     def reduce(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
         """Take the mean of all ranks' flats (or their sum); after the wait this rank's slice holds its slice of it."""
-        call = self.ledger.add("reduce-scatter", unit, (self.size - 1) * slices[self.rank].nbytes)
-        divisor = self.size if self.mean.averages else 1
+        call = self.ledger.add("reduce-scatter", unit, (self.parts - 1) * slices[self.part].nbytes)
+        divisor = self.parts if self.mean.averages else 1
         before = divisor if self.mean.prescale else self.mean.predivide
         if before != 1:
             flat.div_(before)
@@ -135,10 +159,17 @@ class Group(Together):
         return self.wire.scratch_bytes(shard_numel, dtype)
 
     def spread(self, flat: Tensor, source: int = 0) -> None:
-        """Give every rank what one has, at the start or where a user has written."""
-        if self.size > 1:
-            with self._inside(self.ledger.add("broadcast", "", flat.nbytes if self.rank == source else 0)):
-                dist.broadcast(flat, src=source)
+        """Give every rank what the one with some part has, at the start or where a user has written."""
+        if self.parts > 1:
+            with self._inside(self.ledger.add("broadcast", "", flat.nbytes if self.part == source else 0)):
+                dist.broadcast(flat, group=self.lineup and self.lineup.data, group_src=source)
+
+    def spread_first(self, flat: Tensor, *, repeated: bool) -> None:
+        """The same for weights that training starts from: what is repeated on ranks that have a model together is one's."""
+        if repeated and self.lineup is not None:
+            with self._inside(self.ledger.add("broadcast", "", flat.nbytes if self.lineup.model_rank == 0 else 0)):
+                dist.broadcast(flat, group=self.lineup.model, group_src=0)
+        self.spread(flat)
 
     def exchange(self, values: Tensor) -> Tensor:
         """Every rank's row of numbers, in the order of the ranks."""
@@ -149,6 +180,11 @@ class Group(Together):
         with self._inside(self.ledger.begin("exchange")):
             dist.all_gather(rows, mine)
             return torch.stack(rows).to(values.device)
+
+    def exchange_parts(self, values: Tensor) -> Tensor:
+        """The rows of the ranks over which states are split, in the order of their parts."""
+        rows = self.exchange(values)
+        return rows if self.lineup is None else rows[list(self.lineup.sharers)]
 
     def exchange_texts(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks; as bytes, for nothing that is sent may be code."""
@@ -189,14 +225,15 @@ def _backends() -> dict[str, str]:
     return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
 
 
-def _wire(rank: int, size: int, device: torch.device, backend: str | None, reduce_numel: int) -> Wire:
-    if size == 1:
+def _wire(part: int, parts: int, device: torch.device, backend: str | None, reduce_numel: int, lineup: Lineup | None) -> Wire:
+    among = None if lineup is None else lineup.data
+    if parts == 1:
         return Alone()
     if backend == "gloo":
-        return Peers(rank, size, reduce_numel, ALIGN_NUMEL)
+        return Peers(part, parts, reduce_numel, ALIGN_NUMEL, among)
     if backend is None:
         raise UsageError(
             f"the model is on {device} and the process group cannot carry that: it has {dist.get_backend_config()}",
             fix='move the model first: model.to("cuda"), or start the process group with another backend',
         )
-    return Collectives(rank, size, blocks=device.type == "cpu")
+    return Collectives(part, parts, among, blocks=device.type == "cpu")

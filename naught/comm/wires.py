@@ -1,7 +1,7 @@
 """Wires: how the slices of a flat travel between ranks. A wire neither counts nor decides; a group does.
 
-A flat's slices lie one behind the other, one for each rank. Every wire moves (N-1)/N of a flat for each gather and each
-reduce.
+A flat's slices lie one behind the other, one for each rank of those `among` whom it travels; all, if nobody is named. Every wire
+moves (N-1)/N of a flat for each gather and each reduce.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ class Collectives:
     """The backend's own collectives. A flat is gathered in place, and 32-bit gradients are reduced in place, in the
     backend's own order, which is the same at every stage. Narrower ones are exchanged and added in 32 bits, rounded once."""
 
-    def __init__(self, rank: int, size: int, *, blocks: bool = True) -> None:
-        self.rank, self.size, self.blocks = rank, size, blocks
+    def __init__(self, rank: int, size: int, among: dist.ProcessGroup | None = None, *, blocks: bool = True) -> None:
+        self.rank, self.size, self.among, self.blocks = rank, size, among, blocks
 
     def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         return 0 if dtype.itemsize >= _WIDE else shard_numel * (self.size * dtype.itemsize + _WIDE)
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor]) -> Pending:
-        return Pending([_all_gather(flat, slices[self.rank], async_op=True)])
+        return Pending([_all_gather(flat, slices[self.rank], group=self.among, async_op=True)])
 
     def reduce(self, flat: Tensor, slices: Sequence[Tensor], divisor: float) -> Pending:
         mine = slices[self.rank]
         if flat.dtype.itemsize >= _WIDE:
-            return Pending([_reduce_scatter(mine, flat, async_op=True)], lambda: _divide(mine, divisor))
+            return Pending([_reduce_scatter(mine, flat, group=self.among, async_op=True)], lambda: _divide(mine, divisor))
         received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, async_op=True)
+        work = dist.all_to_all_single(received, flat, group=self.among, async_op=True)
         parts = list(torch.split(received, mine.numel())) if mine.numel() else [mine] * self.size
         return Pending([work], lambda: _add_widely(parts, mine, divisor))
 
@@ -106,8 +106,8 @@ class Peers:
 
     blocks = True
 
-    def __init__(self, rank: int, size: int, most_numel: int, align: int) -> None:
-        self.rank, self.peers = rank, [peer for peer in range(size) if peer != rank]
+    def __init__(self, rank: int, size: int, most_numel: int, align: int, among: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.peers, self.among = rank, [peer for peer in range(size) if peer != rank], among
         self.piece_numel = max(align, most_numel // size // align * align)
 
     def scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
@@ -156,8 +156,8 @@ class Peers:
         staged = {
             peer: into if into.device.type == "cpu" else torch.empty_like(into, device="cpu") for peer, into in incoming.items()
         }
-        works = [dist.irecv(into, peer) for peer, into in staged.items()]
-        works += [dist.isend(outgoing[peer].cpu(), peer) for peer in self.peers]
+        works = [dist.irecv(into, group=self.among, group_src=peer) for peer, into in staged.items()]
+        works += [dist.isend(outgoing[peer].cpu(), group=self.among, group_dst=peer) for peer in self.peers]
 
         def unstage() -> None:
             for peer, into in incoming.items():

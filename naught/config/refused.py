@@ -11,7 +11,7 @@ __all__ = ["REFUSED", "REFUSED_OPTIMIZERS", "is_off"]
 _QUANTISED = "ZeRO++ quantisation changes the mathematics; Naught trains bit for bit alike at every stage"
 _MICS = "MiCS shards within groups of ranks, and DeepSpeed itself has removed it"
 _GONE = "DeepSpeed itself has removed it"
-_PARALLEL = "Naught is data parallel only"
+_PARALLEL = "Naught splits over data-parallel ranks, beside tensor parallelism that you give"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -29,7 +29,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "bf16.bf16_optimizer_states": "optimizer states are always 32-bit",
         "aio.use_gds": "GPUDirect Storage needs compiled code",
         "pipeline": f"no pipeline parallelism: {_PARALLEL}",
-        "tensor_parallel": f"no tensor parallelism: {_PARALLEL}",
+        "tensor_parallel": "a model is not cut for you; cut it with torch's parallelize_module and give initialize its mesh",
         "sequence_parallel_size": f"no sequence parallelism: {_PARALLEL}",
         "data_parallel_size": "every rank is a data-parallel rank",
         "expert_parallel": f"no expert parallelism: {_PARALLEL}",

@@ -80,11 +80,11 @@ class _Reading:
     def __init__(self, engine: Answers, files: list[WeightsFile], *, strict: bool) -> None:
         self.engine, self.files = engine, files
         self.entries = {name: (at, entry) for at, file in enumerate(files) for name, entry in file.entries.items()}
-        names = {name: self._name_in_files(also) for name, also in names_of(engine.module).items()}
+        names = {name: self._name_in_files(also) for name, also in names_of(engine).items()}
         shapes = {names[name]: shape for name, shape in shapes_of(engine).items() if name in names}
         buffers = kept_buffers(engine)
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        other_names = {name for also in names_of(engine.module).values() for name in also}
+        other_names = {name for also in names_of(engine).values() for name in also}
         theirs = {name: entry.shape for name, (_, entry) in self.entries.items() if name in shapes or name not in other_names}
         refuse_differences(shapes, theirs, strict=strict)
         self.places = Places()

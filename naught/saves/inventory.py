@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from naught.answers import Answers
 from naught.checkpoints import Piece
-from naught.dividing import Within, wholes_of
 from naught.errors import CheckpointError
 from naught.layout import Slot
 from naught.segment import WEIGHTS, Segment
 from naught.stored_part import StoredPart
+from naught.wholes import wholes_of
+from naught.within import Within
 
 __all__ = [
     "DTYPES_BY_NAME",
@@ -26,6 +27,7 @@ __all__ = [
     "shapes_of",
     "stretches",
     "whole_of",
+    "wholes_in",
 ]
 
 _SHOWN = 4
@@ -68,30 +70,35 @@ class Stretch(NamedTuple):
 def stretches(engine: Answers, *, share: bool, frozen: bool = True) -> Iterator[Stretch]:
     """What this rank has. Of what every rank has it is this rank's share, or all. Weights are the 32-bit masters where
     there are some: what modules compute with is those, rounded."""
-    rank, withins = engine.schedule.group.rank, wholes_of(engine.module)
+    part, withins = engine.schedule.group.part, wholes_in(engine)
     for unit in engine.schedule.units.values():
         for segment in unit.segments:
-            if not (segment.trained or frozen):
+            if not (segment.trained or frozen) or (share and not segment.counts):
                 continue
-            owned = segment.layout.shard(rank) if share else segment.states.owned
+            owned = segment.layout.shard(part) if share else segment.states.owned
             begin = owned.start - segment.states.owned.start
             pieces = []
             for slot in segment.layout.slots:
                 start, stop = max(slot.span.start, owned.start), min(slot.span.stop, owned.stop)
-                if start < stop:
-                    param, first, _ = whole_of(slot, withins)
-                    first += start - slot.span.start
-                    pieces.append(Piece(param=param, first=first, count=stop - start, at=start - owned.start))
+                within, at = whole_of(slot, withins), start - owned.start
+                for span in within.spans(start - slot.span.start, stop - slot.span.start):
+                    pieces.append(Piece(param=within.name, first=span.start, count=span.numel, at=at))
+                    at += span.numel
             for kind, tensor in segment.sources().items():
                 yield Stretch(kind, segment, tensor[begin : begin + owned.numel], tuple(pieces))
 
 
-def names_of(model: nn.Module) -> dict[str, list[str]]:
+def wholes_in(engine: Answers) -> dict[str, Within]:
+    """What parameters of an engine are in a checkpoint, where that is not what they are in the model."""
+    return wholes_of(engine.module, engine.schedule.group.lineup)
+
+
+def names_of(engine: Answers) -> dict[str, list[str]]:
     """All names of each parameter, by the first: a tied one has several."""
     found: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
         found.setdefault(param, []).append(name)
-    withins = wholes_of(model)
+    withins = wholes_in(engine)
     lists = [[withins[name].name if name in withins else name for name in names] for names in found.values()]
     return {names[0]: names for names in lists}
 
@@ -104,9 +111,9 @@ def whole_of(slot: Slot, withins: Mapping[str, Within]) -> Within:
 def shapes_of(engine: Answers) -> dict[str, tuple[int, ...]]:
     """Of the parameters, whole."""
     segments = (segment for unit in engine.schedule.units.values() for segment in unit.segments)
-    withins = wholes_of(engine.module)
+    withins = wholes_in(engine)
     wholes = (whole_of(slot, withins) for segment in segments for slot in segment.layout.slots)
-    return {name: shape for name, _, shape in wholes}
+    return {whole.name: whole.shape for whole in wholes}
 
 
 def refuse_differences(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:

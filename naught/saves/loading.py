@@ -13,10 +13,9 @@ from torch import Tensor
 
 from naught.answers import Answers
 from naught.checkpoints import Manifest, Store, Table
-from naught.dividing import wholes_of
 from naught.errors import CheckpointError, RankMismatch
 from naught.saves.contents import Contents
-from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches, whole_of
+from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches, whole_of, wholes_in
 from naught.saves.memory import Memory, recall, recall_rates, refuse_other_rates
 from naught.saves.numbers import number_of
 from naught.saves.own_states import OWN, RANDOM, buffer_shapes, own_tensors, put_own
@@ -83,7 +82,7 @@ class _Reading:
         self.blanks: list[tuple[Tensor | StoredPart, float]] = []  # states that no update has touched, and what they start from
         self.memory = Memory.of(contents.saved.manifest.engine, contents.saved.tag)
         self.own: dict[str, Tensor] = {}  # what a rank had for itself
-        self.withins = wholes_of(engine.module)
+        self.withins = wholes_in(engine)
 
     def names(self, segment: Segment) -> list[str]:
         """What the checkpoint calls the parameters of a segment."""

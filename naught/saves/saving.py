@@ -16,9 +16,8 @@ from torch import Tensor
 from naught.answers import Answers
 from naught.checkpoints import Draft, Keep, Manifest, Param, Piece, Run, Sealed, Store, Table, header_of, retire, sweep
 from naught.comm import Together
-from naught.dividing import wholes_of
 from naught.errors import CheckpointError, NaughtError, RankMismatch, UsageError
-from naught.saves.inventory import NAMES_BY_DTYPE, names_of, stretches, whole_of
+from naught.saves.inventory import NAMES_BY_DTYPE, names_of, stretches, whole_of, wholes_in
 from naught.saves.memory import memory_of
 from naught.saves.numbers import told
 from naught.saves.own_states import OWN, own_tensors
@@ -168,7 +167,7 @@ def _type_name(tensor: Tensor | StoredPart, pieces: Sequence[Piece]) -> str:
 def _numbers(engine: Answers) -> dict[str, dict[str, tuple[str, float]]]:
     """What an optimizer keeps of whole parameters."""
     found: dict[str, dict[str, tuple[str, float]]] = {}
-    withins = wholes_of(engine.module)
+    withins = wholes_in(engine)
     for unit in engine.schedule.units.values():
         for segment in unit.trained:
             for slot, numbers in zip(segment.layout.slots, segment.states.numbers, strict=True):
@@ -181,12 +180,12 @@ def _manifest(
     engine: Answers, identity: str, own: Mapping[str, Tensor], client_state: Mapping[str, Any], *, frozen: bool
 ) -> Manifest:
     """Of the whole checkpoint, but for the tables that the ranks have yet to write."""
-    names, withins = names_of(engine.module), wholes_of(engine.module)
+    names, withins = names_of(engine), wholes_in(engine)
     params: dict[str, Param] = {}
     for unit in engine.schedule.units.values():
         for segment in unit.segments if frozen else unit.trained:
             for slot, updates in zip(segment.layout.slots, segment.states.steps, strict=True):
-                name, _, shape = whole_of(slot, withins)
+                name, shape = (whole := whole_of(slot, withins)).name, whole.shape
                 params[name] = Param(shape=shape, trained=segment.trained, updates=updates, also=tuple(names[name][1:]))
     for name, tensor in own.items():
         params[name] = Param(shape=tuple(tensor.shape), trained=False)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from naught.answers import Answers
 from naught.checkpoints import Disk, header_of, write_shard
-from naught.dividing import Within, wholes_of
-from naught.saves.inventory import NAMES_BY_DTYPE
+from naught.saves.inventory import NAMES_BY_DTYPE, wholes_in
 from naught.saves.own_states import kept_buffers
 from naught.saves.snapshot import Kept, bytes_of
+from naught.within import Within
 
 __all__ = ["save_weights", "whole_state"]
 
@@ -27,13 +27,16 @@ def whole_state(engine: Answers, *, frozen: bool = True, tied: bool = True, here
     here take part and get nothing."""
     engine.refuse_away()
     copies: dict[nn.Parameter, Tensor] = {}
+    withins, lineup = wholes_in(engine), engine.schedule.group.lineup
+    cut = {param: withins[name] for name, param in engine.module.named_parameters() if lineup and name in withins}
     for unit in engine.schedule.units.values():
         params = [param for segment in unit.segments for param in segment.weights.params if segment.trained or frozen]
         if params:
             with engine.passes.lending(params):
-                copies |= {param: param.detach().to("cpu", copy=True) for param in params if here}
+                wholes = {param: lineup.join(param.detach(), cut[param].shape) for param in params if lineup and param in cut}
+                copies |= {param: wholes.get(param, param.detach()).to("cpu", copy=True) for param in params if here}
     state = {name: copies[param] for name, param in engine.module.named_parameters(remove_duplicate=not tied) if param in copies}
-    state = _joined(state, wholes_of(engine.module))
+    state = _joined(state, withins)
     buffers = kept_buffers(engine) if here else {}
     return state | {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
 

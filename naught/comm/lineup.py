@@ -1,0 +1,98 @@
+"""Lineup: which ranks have the same part of a model, and which have a model together, each a part of it.
+
+It comes from torch's own DeviceMesh of two dimensions, or from an object with the functions of Megatron's `mpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from naught.errors import UsageError
+
+__all__ = ["Lineup", "lineup_of"]
+
+# What the dimension over which data is split is called; that of an unnamed mesh is the first.
+_DATA_NAMES = ("dp", "data", "data_parallel", "dp_shard", "fsdp", "replicate")
+
+
+class Lineup(NamedTuple):
+    """This rank among those with the same part of a model, over whom states are split, and among those that have a model with
+    it."""
+
+    data: dist.ProcessGroup
+    model: dist.ProcessGroup
+    sharers: tuple[int, ...]  # ranks of the whole world, in the order of the parts of states that they have
+    part: int  # this rank's
+    model_rank: int
+    model_size: int
+
+    def join(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """A whole of this shape, of which each rank that has the model with this one has an equal part. All must call."""
+        dim = next(at for at, extent in enumerate(shape) if part.shape[at] != extent)
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.model_size)]
+        dist.all_gather(parts, part.contiguous(), group=self.model)
+        return torch.cat(parts, dim)
+
+
+def lineup_of(mesh: Any, mpu: Any) -> Lineup | None:
+    """None: every rank has the whole model."""
+    if mesh is not None and mpu is not None:
+        raise UsageError("both mesh and mpu say which ranks have a model together", fix="give one of them")
+    if mpu is not None:
+        return _of_mpu(mpu)
+    return None if mesh is None else _of_mesh(mesh)
+
+
+def _of_mesh(mesh: Any) -> Lineup | None:
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"the mesh is a {type(mesh).__name__}",
+            fix='give init_device_mesh("cuda", (data, model), mesh_dim_names=("dp", "tp"))',
+        )
+    if mesh.size() != dist.get_world_size():
+        raise UsageError(
+            f"the mesh has {mesh.size()} ranks, and there are {dist.get_world_size()}", fix="give the mesh of all ranks"
+        )
+    if mesh.ndim == 1:
+        return None
+    names = mesh.mesh_dim_names or ()
+    found = [at for at, name in enumerate(names) if name in _DATA_NAMES] if names else [0]
+    if mesh.ndim != 2 or len(found) != 1:
+        raise UsageError(
+            f"the mesh has the dimensions {_shown(names, mesh.ndim)}, and one of two must be for data",
+            fix='name them ("dp", "tp")',
+        )
+    groups: Sequence[dist.ProcessGroup] = mesh.get_all_groups()
+    return _lineup(groups[found[0]], groups[1 - found[0]])
+
+
+def _shown(names: Sequence[str], count: int) -> str:
+    return ", ".join(f'"{name}"' for name in names) if names else f"({count} without names)"
+
+
+def _of_mpu(mpu: Any) -> Lineup | None:
+    """Megatron's functions have had two names for the ranks that have a model together."""
+    alone = getattr(mpu, "get_model_parallel_world_size", None)
+    if alone is not None and alone() == 1:
+        return None
+    model = getattr(mpu, "get_model_parallel_group", None) or getattr(mpu, "get_tensor_model_parallel_group", None)
+    data = getattr(mpu, "get_data_parallel_group", None)
+    if model is None or data is None:
+        raise UsageError(
+            f"mpu ({type(mpu).__name__}) does not say which ranks have a model together",
+            fix="give an object with get_model_parallel_group() and get_data_parallel_group()",
+        )
+    return _lineup(data(), model())
+
+
+def _lineup(data: dist.ProcessGroup, model: dist.ProcessGroup) -> Lineup | None:
+    if dist.get_world_size(model) == 1:
+        return None
+    sharers = tuple(dist.get_process_group_ranks(data))
+    return Lineup(data, model, sharers, dist.get_rank(data), dist.get_rank(model), dist.get_world_size(model))
