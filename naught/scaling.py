@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from naught.advice import best_forecast
+from naught.advice import best_forecast, largest_numel
 from naught.estimate import Forecast, forecast
 from naught.formulas import recipe
 from naught.job import Job, transformer_activations
@@ -23,7 +23,7 @@ from naught.quantity import show_bytes
 from naught.shapes import Transformer
 from naught.sizes import PlacedRun
 
-__all__ = ["CURVES", "Point", "curve"]
+__all__ = ["CURVES", "PAPER_SAYS", "Bandwidth", "Point", "bandwidth", "curve", "largest_model"]
 
 _PER_NODE = 16
 _NODE = Machine(
@@ -35,6 +35,14 @@ _NODE = Machine(
     update_numel_s=4e9,
 )
 _MOST_BATCH = 64
+
+PAPER_SAYS: Mapping[str, str] = MappingProxyType(
+    {
+        "zero-scaling": "from 64 to 400 devices the speed grows more than they do, for each then has room for a larger batch.",
+        "offload-scaling": "nearly linear, over 30 TFLOP/s each; stage 2 does not fit below 32 devices and is faster from 64 on.",
+        "infinity-scaling": "1T on one node and 32T on 32, without model parallelism, with all states on NVMe.",
+    }
+)
 
 
 class Point(NamedTuple):
@@ -49,11 +57,33 @@ class Point(NamedTuple):
     def total(self) -> float:
         return self.flops * self.ranks
 
+    @property
+    def most_flops(self) -> float:
+        """Of one device in a second, with everything overlapping."""
+        return self.flops * self.forecast.times.serial / self.forecast.times.overlapped if self.forecast else 0.0
+
 
 def curve(shape: Transformer, placement: str, ranks: tuple[int, ...], *, samples: int | None = None) -> list[Point]:
     """The same model on more and more devices, each with the largest micro-batch that it has room for. With a number of samples a
     step has as many, in micro-batches of a power of two."""
     return [_point(shape, placement, count, samples) for count in ranks]
+
+
+def largest_model(placement: str, ranks: int) -> int:
+    """Parameters of the largest model that fits, with one sample on each device."""
+    return largest_numel(placement, _machine(ranks), Job(recipe=recipe("fp16", "adamw")))
+
+
+class Bandwidth(NamedTuple):
+    """Bytes a second that all devices together have of their nodes' memory and disks, each fetching a part of its own."""
+
+    host: float
+    disk: float
+
+
+def bandwidth(ranks: int) -> Bandwidth:
+    machine = _machine(ranks)
+    return Bandwidth(machine.link_bytes_s * ranks, machine.disk_bytes_s / machine.local_ranks * ranks)
 
 
 def _machine(ranks: int) -> Machine:
@@ -104,7 +134,7 @@ def _zero_scaling() -> Table:
         "ZeRO, figure 3: 60B parameters on more and more V100, at stage 3 (the paper: Pos+g with 16-way model parallelism)",
         ("devices", "batch each", "TFLOP/s each", "PFLOP/s", "x linear"),
         tuple(rows),
-        ("The paper: from 64 to 400 devices the speed grows more than they do, for each then has room for a larger batch.",),
+        (f"The paper: {PAPER_SAYS['zero-scaling']}",),
     )
 
 
@@ -118,7 +148,7 @@ def _offload_scaling() -> Table:
         ("devices", "batch each", "offload TFLOP/s each", "batch each", "stage 2 TFLOP/s each"),
         tuple(rows),
         (
-            "The paper: nearly linear, over 30 TFLOP/s each; stage 2 does not fit below 32 devices and is faster from 64 on.",
+            f"The paper: {PAPER_SAYS['offload-scaling']}",
             "Nothing overlaps here, and 512 samples on 128 devices are few: both fall behind what the paper measured there.",
         ),
     )
@@ -138,7 +168,7 @@ def _infinity_scaling() -> Table:
         "ZeRO-Infinity: a trillion parameters on one DGX-2 node, 32 trillion on 32",
         ("params", "nodes", "placement", "a device", "its part of the host", "its part of the disk", "fits"),
         tuple(rows),
-        ("The paper: 1T on one node and 32T on 32, without model parallelism, with all states on NVMe.",),
+        (f"The paper: {PAPER_SAYS['infinity-scaling']}",),
     )
 
 

@@ -402,7 +402,7 @@ def test_an_earlier_page_is_replaced_and_nothing_else_is(tmp_path):
 
 
 def test_the_page_keeps_the_licence_of_what_draws_it(tmp_path):
-    page = page_of(tmp_path, write_run(tmp_path / "run", []))
+    page = page_of(tmp_path, write_run(tmp_path / "run", records(2)))
     assert "Copyright (c) 2022 Leon Sorokin" in page
     assert "Permission is hereby granted" in page
 

@@ -13,7 +13,8 @@ import pytest
 from browser import Browser, Page
 from made_runs import records, resume, run_json, step_record, write_run, write_stages_folder
 
-from naught.report import write_report, write_stages
+from naught.report import write_report, write_scaling, write_stages
+from naught.statements import STATEMENTS
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +63,11 @@ def make_pages(root: Path) -> dict[str, Path]:
         "nothing yet": [nothing],
     }
     folders |= {"two": [folders["done"][0], folders["failed"][0]], "one and nothing": [folders["done"][0], nothing]}
-    pages = {name: root / f"{name}.html" for name in [*folders, "stages"]}
+    pages = {name: root / f"{name}.html" for name in [*folders, "stages", "scaling"]}
     for name, runs in folders.items():
         write_report(runs, pages[name])
     write_stages(write_stages_folder(root / "0009-stages"), pages["stages"])
+    write_scaling([make() for make in STATEMENTS.values()], pages["scaling"])
     return pages
 
 
@@ -109,6 +111,7 @@ CHARTS = {
     "two": ["loss", "tokens_s", "grad_norm"],
     "one and nothing": ["loss", "tokens_s", "grad_norm"],
     "stages": ["losses"],
+    "scaling": [],  # drawn without a script
 }
 
 
@@ -171,7 +174,7 @@ def test_yardsticks_and_saves_are_drawn_where_there_are_any(browser, pages):
 
 
 @pytest.mark.parametrize("width", [400, 500, 700, 860, 1000, 1280, 1600])
-@pytest.mark.parametrize("name", ["done", "two", "stages", "failed", "nothing yet", "hostile"])
+@pytest.mark.parametrize("name", ["done", "two", "stages", "scaling", "failed", "nothing yet", "hostile"])
 def test_nothing_is_cut_off_at_any_width(browser, pages, name, width):
     page = browser.open(pages[name], width=width)
     assert page.ask("document.documentElement.scrollWidth") <= width
@@ -179,6 +182,28 @@ def test_nothing_is_cut_off_at_any_width(browser, pages, name, width):
       .filter((it) => it.scrollWidth > it.clientWidth + 1 && getComputedStyle(it).display !== "inline")
       .map((it) => it.outerHTML.slice(0, 80))"""
     assert page.ask(too_wide) == []
+
+
+# Of each picture of curves: what sticks out of its figure, and which texts lie on one another.
+CLASHES = """[...document.querySelectorAll(".curves")].map((plot) => {
+  const frame = plot.closest("figure").getBoundingClientRect();
+  const parts = [...plot.querySelectorAll("text, circle, polyline, path")].map((it) => [it, it.getBoundingClientRect()]);
+  const out = parts.filter(([, at]) => at.left < frame.left || at.right > frame.right || at.bottom > frame.bottom);
+  const texts = parts.filter(([it]) => it.tagName === "text");
+  const meet = (a, b) => a.left < b.right - 2 && b.left < a.right - 2 && a.top < b.bottom - 3 && b.top < a.bottom - 3;
+  const pairs = texts.flatMap(([one, a], at) => texts.slice(at + 1).filter(([, b]) => meet(a, b)).map(([other]) => [one, other]));
+  const name = (it) => it.textContent || it.tagName;
+  return [plot.dataset.curves, parts.length, out.map(([it]) => name(it)), pairs.map((pair) => pair.map(name).join(" on "))];
+})"""
+
+
+@pytest.mark.parametrize("width", [400, 860, 1280])
+def test_no_part_of_a_curve_sticks_out_and_no_text_lies_on_another(browser, pages, width):
+    found = browser.open(pages["scaling"], width=width).ask(CLASHES)
+    assert [name.split("-")[0] for name, *_ in found] == ["zero", "zero", "offload", "offload", "infinity", "infinity"]
+    for name, parts, out, clashes in found:
+        assert parts > 20, name
+        assert (out, clashes) == ([], []), name
 
 
 def test_a_window_that_changes_its_width_draws_its_charts_again(browser, pages):

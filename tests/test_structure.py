@@ -37,7 +37,7 @@ LAYERS = [
     ["steps", "expansion", "holding", "moving", "plan"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
     ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "pacing", "papers"],
-    ["advice", "scaling", "showing", "pooling"],
+    ["advice", "pictures", "scaling", "statements", "showing", "pooling"],
     [
         "config.read",
         "config.refused",
@@ -60,7 +60,10 @@ LAYERS = [
     [
         *(f"report.{name}" for name in ("documents", "records", "run_data", "series", "html", "charts", "bars", "words")),
         *(f"report.{name}" for name in ("figures", "memory", "comparing", "page", "run_charts", "facts", "tiles", "panels")),
-        *(f"report.{name}" for name in ("one_run", "two_runs", "stages_data", "stages_page", "writing")),
+        *(
+            f"report.{name}"
+            for name in ("one_run", "two_runs", "stages_data", "stages_page", "curves", "scaling_page", "writing")
+        ),
         "report",
     ],
     [
@@ -380,6 +383,7 @@ def test_every_file_says_what_it_is_for():
         (["plan", "--help"], {"torch", "pydantic", "numpy"}),
         (["plan", "7.5B", "--ranks", "64", "--gpu", "32GB"], {"torch", "pydantic", "numpy"}),
         (["plan", "--paper", "zero-table1"], {"torch", "pydantic", "numpy"}),
+        (["plan", "--paper", "scaling"], {"torch", "pydantic", "numpy"}),
         (["config", "init", "stage2"], {"torch", "numpy"}),
         (["ckpt", "--help"], {"torch", "pydantic", "numpy"}),
         (["ckpt", "info", "."], {"torch", "numpy"}),

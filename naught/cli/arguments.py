@@ -7,6 +7,7 @@ from typing import Any
 
 __all__ = [
     "PAPERS",
+    "SCALING",
     "STARTERS",
     "add_bench",
     "add_ckpt",
@@ -19,9 +20,10 @@ __all__ = [
     "add_train",
 ]
 
+SCALING = "scaling"  # the last three together
 PAPERS = (
     *("zero-table1", "zero-table2", "zero-figure1", "zero-c1-c5", "infinity-figure2", "infinity-bandwidth"),
-    *("zero-scaling", "offload-scaling", "infinity-scaling"),
+    *("zero-scaling", "offload-scaling", "infinity-scaling", SCALING),
 )
 STARTERS = ("stage1", "stage2", "stage3", "offload", "infinity")
 
@@ -87,6 +89,7 @@ def add_plan(commands: Any) -> None:
     output.add_argument("--placement", metavar="NAME", help="with --write: this placement instead of the recommended one")
     output.add_argument("--nvme-path", metavar="DIR", default="/local_nvme", help="with --write: folder for the disk tier")
     output.add_argument("--json", action="store_true", help="print data instead of tables")
+    output.add_argument("--html", metavar="FILE", help="with --paper scaling, or one of its three: its curves, as one page")
 
 
 _SIMULATE = """Run the engine as one rank of many that are not there, on tensors without contents: what it sends, moves and

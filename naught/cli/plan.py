@@ -7,10 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from naught import showing
 from naught.advice import Advice, advise
+from naught.cli.arguments import SCALING
 from naught.cli.files import write_new
 from naught.cli.machines import machine_of, rates_text
 from naught.cli.plan_file import Wanted, document_of
@@ -36,11 +38,16 @@ __all__ = ["run_plan"]
 
 
 def run_plan(options: argparse.Namespace) -> int:
+    if options.html and options.paper not in (SCALING, *CURVES):
+        *names, last = SCALING, *CURVES
+        raise UsageError("--html draws what the papers say of scaling", fix=f"give --paper {', '.join(names)} or {last}")
     if options.models:
         _print_models()
         return 0
     if options.paper:
-        _print_paper(options.paper, as_json=options.json)
+        _print_papers(options.paper, as_json=options.json)
+        if options.html:
+            _draw_papers(options.paper, Path(options.html))
         return 0
     if not options.model:
         raise UsageError("no model is given", fix="naught plan 7.5B, or naught plan --models for the presets")
@@ -66,14 +73,25 @@ def _print_models() -> None:
     print_table("models", ("preset", "parameters", "layers", "hidden", "heads", "vocab"), rows)
 
 
-def _print_paper(name: str, *, as_json: bool) -> None:
-    table = {**TABLES, **CURVES}[name]()
+def _print_papers(name: str, *, as_json: bool) -> None:
+    tables = [make() for make in CURVES.values()] if name == SCALING else [{**TABLES, **CURVES}[name]()]
     if as_json:
-        print(json.dumps(table._asdict(), indent=2))
+        data = [table._asdict() for table in tables]
+        print(json.dumps(data if name == SCALING else data[0], indent=2))
         return
-    print_table(table.title, table.header, table.rows)
-    for note in table.notes:
-        print(note)
+    for at, table in enumerate(tables):
+        print("\n" * (at > 0), end="")
+        print_table(table.title, table.header, table.rows)
+        for note in table.notes:
+            print(note)
+
+
+def _draw_papers(name: str, out: Path) -> None:
+    from naught.report import write_scaling
+    from naught.statements import STATEMENTS
+
+    write_scaling([make() for key, make in STATEMENTS.items() if name in (SCALING, key)], out)
+    print(f"wrote {out}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

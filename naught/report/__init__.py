@@ -1,4 +1,4 @@
-"""Report: a run folder, or two of them, as one HTML file. Reads what a run wrote; trains nothing and needs no torch."""
+"""Report: a run folder, two of them, or the papers' statements on scaling, as one HTML file. Trains nothing, needs no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from naught.errors import UsageError
+from naught.pictures import Statement
 from naught.report.one_run import one_run
 from naught.report.run_data import read_run
+from naught.report.scaling_page import scaling_page
 from naught.report.stages_data import read_stages
 from naught.report.stages_page import stages_page
 from naught.report.two_runs import two_runs
 from naught.report.writing import write_page
 
-__all__ = ["write_report", "write_stages"]
+__all__ = ["write_report", "write_scaling", "write_stages"]
 
 
 def write_report(runs: Sequence[Path], out: Path) -> None:
@@ -30,3 +32,8 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
 def write_stages(folder: Path, out: Path) -> None:
     """Write the page of a folder's stages.json."""
     write_page(stages_page(read_stages(folder)), out)
+
+
+def write_scaling(statements: Sequence[Statement], out: Path) -> None:
+    """Write the page of what the papers say of more and more devices."""
+    write_page(scaling_page(statements), out)

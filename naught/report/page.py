@@ -29,11 +29,13 @@ class Section:
 
 
 def page(title: str, header: Html, sections: Sequence[Section]) -> Html:
-    """The whole file. Only the two scripts of this package may run in it, whatever a run's texts say."""
+    """The whole file. Only the two scripts of this package may run in it, whatever a run's texts say; without a chart to draw
+    there are none."""
     drawn = [piece for section in sections for piece in section.pieces if isinstance(piece, Drawn)]
     charts = {name: data for piece in drawn for name, data in piece.data.items()}
-    scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}; base-uri 'none'"
+    scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")] if drawn else []
+    allowed = " ".join(map(_hash, scripts)) or "'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'"
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -41,14 +43,14 @@ def page(title: str, header: Html, sections: Sequence[Section]) -> Html:
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
-        Html(f"<!-- uPlot, which draws the charts over steps:\n{_asset('uPlot.LICENSE')}\n-->"),
-        element("style", Html(_asset("uPlot.min.css") + _asset("report.css"))),
+        Html(f"<!-- uPlot, which draws the charts over steps:\n{_asset('uPlot.LICENSE')}\n-->") if drawn else None,
+        element("style", Html((_asset("uPlot.min.css") if drawn else "") + _asset("report.css"))),
     )
     body = element(
         "body",
         element("main", header, *(_section(section) for section in sections)),
-        element("footer", element("noscript", _NO_SCRIPT), _HINT if charts else None),
-        data_block("report-data", charts),
+        element("footer", *((element("noscript", _NO_SCRIPT), _HINT) if drawn else ())),
+        data_block("report-data", charts) if drawn else None,
         *(element("script", Html(script)) for script in scripts),
     )
     return joined([Html("<!doctype html>\n"), element("html", head, body, lang="en"), Html("\n")])

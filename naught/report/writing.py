@@ -17,9 +17,7 @@ _HEAD_BYTES = 1024  # in which a page of ours says so
 
 def write_page(html: Html, out: Path) -> None:
     if os.path.lexists(out) and not _is_ours(out):
-        raise UsageError(
-            f'"{out}" exists already, and is no report', fix="name another file with --output; nothing was overwritten"
-        )
+        raise UsageError(f'"{out}" exists already, and is no report', fix="name another file; nothing was overwritten")
     try:
         with replacing(out) as file:
             file.write(html.encode())
