@@ -114,6 +114,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "3": {"stage": 3},
     "3-contiguous": {"stage": 3},
     "3-flats": {"stage": 3} | _ON_HOST,
+    "3-flats-pool": {"stage": 3} | _ON_HOST,
     "3-unlimited": {"stage": 3} | _ON_HOST | _NO_BUDGETS,
     "2-unlimited": {"stage": 2} | _NO_BUDGETS,  # on one GPU the same as 2: nothing is sent, so no budget is asked
 }
@@ -483,7 +484,8 @@ def _system(task: Task, model: nn.Module) -> tuple[naught.Engine | None, Step]:
     if zero is None:
         return None, _plain(model)
     own = {"contiguous_memory_optimization": True, "number_checkpoints": task.shape.layers}
-    more = {"activation_checkpointing": own} if task.row.endswith("contiguous") else {}
+    more: dict[str, Any] = {"activation_checkpointing": own} if task.row.endswith("contiguous") else {}
+    more |= {"naught": {"private_pool": True}} if task.row.endswith("pool") else {}
     engine = naught.initialize(model=model, config=_config(task.shape, zero, more))[0]
     return engine, _step_of(engine)
 

@@ -4,9 +4,11 @@ as often as it is wanted; its room is for the next one when nobody can want it a
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,22 +66,31 @@ class AsItIs:
 
 
 class _Rooms:
-    """Memory of a few sizes that is taken and given back again and again: none is made where there is some."""
+    """Memory that is taken and given back again and again. There are no more rooms than have been in use at once, whatever their
+    sizes: the smallest that is large enough is taken, and where none is, a larger one takes the place of the largest."""
 
-    def __init__(self, make: Callable[[int], Room], meter: Meter, category: str) -> None:
-        self.make, self.meter, self.category = make, meter, category
-        self.free: dict[int, list[Room]] = {}
+    def __init__(self, make: Callable[[int], Room], meter: Meter, category: str, before_one_goes: Callable[[], None]) -> None:
+        self.make, self.meter, self.category, self.before_one_goes = make, meter, category, before_one_goes
+        self.free: list[Room] = []  # the smallest first
+        # Rooms come back whenever and in whichever thread somebody lets go of what was in them.
+        self.returned: deque[Room] = deque()
         self.nbytes = 0
 
     def take(self, nbytes: int) -> Room:
-        rooms = self.free.setdefault(nbytes, [])
-        if not rooms:
-            self.count(nbytes)
-            rooms.append(self.make(nbytes))
-        return rooms.pop()
+        while self.returned:
+            insort(self.free, self.returned.popleft(), key=_size)
+        at = bisect_left(self.free, nbytes, key=_size)
+        if at < len(self.free):
+            return self.free.pop(at)
+        if self.free:
+            self.before_one_goes()
+            self.count(-_size(self.free.pop()))
+        room = self.make(nbytes)
+        self.count(_size(room))
+        return room
 
-    def give_back(self, nbytes: int, room: Room) -> None:
-        self.free.setdefault(nbytes, []).append(room)
+    def give_back(self, room: Room) -> None:
+        self.returned.append(room)
 
     def count(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -88,6 +99,11 @@ class _Rooms:
     def close(self) -> None:
         self.count(-self.nbytes)
         self.free.clear()
+        self.returned.clear()
+
+
+def _size(room: Room) -> int:
+    return room.elements.nbytes
 
 
 class _InRoom:
@@ -96,7 +112,7 @@ class _InRoom:
     def __init__(self, rooms: _Rooms, room: Room, like: Tensor) -> None:
         self.elements = room.of(like.numel(), like.dtype)
         self.elements.copy_(like)
-        weakref.finalize(self, rooms.give_back, like.nbytes, room).atexit = False
+        weakref.finalize(self, rooms.give_back, room).atexit = False
 
     def ask(self) -> None:
         """They are there."""
@@ -111,7 +127,7 @@ class OnDevice:
 
     def __init__(self, device: torch.device, meter: Meter, count: int) -> None:
         self.device, self.ahead = device, count
-        self.rooms = _Rooms(self._make, meter, "kept activations")
+        self.rooms = _Rooms(self._make, meter, "kept activations", lambda: None)  # the device's own order keeps them apart
 
     def _make(self, nbytes: int) -> Room:
         return Room(memoryview(b""), torch.empty(nbytes, dtype=torch.uint8, device=self.device))
@@ -121,7 +137,7 @@ class OnDevice:
             side_by_side = self._make(flat.nbytes * self.ahead)
             self.rooms.count(flat.nbytes * self.ahead)
             for room in torch.split(side_by_side.elements, flat.nbytes):
-                self.rooms.give_back(flat.nbytes, Room(memoryview(b""), room))
+                self.rooms.give_back(Room(memoryview(b""), room))
             self.ahead = 0
         return _InRoom(self.rooms, self.rooms.take(flat.nbytes), flat)
 
@@ -134,8 +150,14 @@ class _Lanes:
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self.device, self.meter, self.down, self.up = device, meter, Lane(device), Lane(device)
-        self.rooms = _Rooms(lambda nbytes: Room.make(nbytes, register=device.type == "cuda"), meter, "host activations")
+        make = partial(Room.make, register=device.type == "cuda")
+        self.rooms = _Rooms(make, meter, "host activations", self._come_to_rest)
         self.leaving: deque[tuple[Tensor, Point]] = deque()
+
+    def _come_to_rest(self) -> None:
+        """Nothing is copied to or from any room."""
+        for point in (here(self.device), self.down.point(), self.up.point()):
+            point.wait()
 
     def send(self, flat: Tensor, room: Room) -> Point:
         self.meter.move("activations to the host", flat.nbytes)
@@ -178,19 +200,26 @@ class OnHost:
 class _OnHost:
     def __init__(self, lanes: _Lanes, room: Room, flat: Tensor, arrived: Point) -> None:
         self.lanes, self.room, self.numel, self.dtype, self.arrived = lanes, room, flat.numel(), flat.dtype, arrived
-        self.coming: tuple[Tensor, Point] | None = None
-        weakref.finalize(self, lanes.rooms.give_back, flat.nbytes, room).atexit = False
+        self.coming: list[tuple[Tensor, Point]] = []  # at most one
+        weakref.finalize(self, _leave_host, lanes, room, self.coming).atexit = False
 
     def ask(self) -> None:
-        if self.coming is None:
-            self.coming = self.lanes.bring(self.room, self.numel, self.dtype, self.arrived)
+        if not self.coming:
+            self.coming.append(self.lanes.bring(self.room, self.numel, self.dtype, self.arrived))
 
     def back(self) -> Tensor:
         self.ask()
-        assert self.coming is not None
-        (into, there), self.coming = self.coming, None
+        into, there = self.coming.pop()
         there.hold(self.lanes.device)
         return into
+
+
+def _leave_host(lanes: _Lanes, room: Room, coming: list[tuple[Tensor, Point]]) -> None:
+    """Nobody can want it any more. If it was asked for and never taken, its memory on the device is nobody's once it is there."""
+    while coming:
+        coming[-1][1].hold(lanes.device)
+        coming.pop()
+    lanes.rooms.give_back(room)
 
 
 class OnDisk:
@@ -199,12 +228,12 @@ class OnDisk:
     def __init__(self, device: torch.device, meter: Meter, disk: DiskSide) -> None:
         self.lanes, self.disk = _Lanes(device, meter), disk
         self.writing: deque[Future[None]] = deque()
-        self.rising: deque[tuple[Point, int, Room]] = deque()  # rooms that the device still copies from
+        self.rising: deque[tuple[Point, Room]] = deque()  # rooms that the device still copies from
 
     def put(self, flat: Tensor) -> Resting:
         while len(self.writing) > _LEAVING:
             wait([self.writing.popleft()])
-        nbytes, room = flat.nbytes, self.lanes.rooms.take(flat.nbytes)
+        room = self.lanes.rooms.take(flat.nbytes)
         arrived = self.lanes.send(flat, room)
         stored = self.disk.take(flat.numel(), flat.dtype, "activations")
 
@@ -213,15 +242,15 @@ class OnDisk:
             stored.write_all(room, place)
 
         written = self.disk.crew.ask(len(stored.tiles), write_tile)
-        written.add_done_callback(lambda _: self.lanes.rooms.give_back(nbytes, room))
+        written.add_done_callback(lambda _: self.lanes.rooms.give_back(room))
         self.writing.append(written)
         return _OnDisk(self, stored, written)
 
     def read(self, stored: Stored, written: Future[None]) -> tuple[Room, Future[None]]:
         while len(self.rising) > _LEAVING:
-            point, nbytes, room = self.rising.popleft()
+            point, room = self.rising.popleft()
             point.wait()
-            self.lanes.rooms.give_back(nbytes, room)
+            self.lanes.rooms.give_back(room)
         room = self.lanes.rooms.take(stored.numel * stored.dtype.itemsize)
 
         def read_tile(place: int) -> None:
@@ -233,7 +262,7 @@ class OnDisk:
     def raise_up(self, room: Room, stored: Stored) -> Tensor:
         into, there = self.lanes.bring(room, stored.numel, stored.dtype, here(self.lanes.device))
         there.hold(self.lanes.device)
-        self.rising.append((there, into.nbytes, room))
+        self.rising.append((there, room))
         return into
 
     def close(self) -> None:
@@ -246,24 +275,26 @@ class OnDisk:
 class _OnDisk:
     def __init__(self, rest: OnDisk, stored: Stored, written: Future[None]) -> None:
         self.rest, self.stored, self.written = rest, stored, written
-        self.reading: tuple[Room, Future[None]] | None = None
-        weakref.finalize(self, _let_go, stored, written).atexit = False
+        self.reading: list[tuple[Room, Future[None]]] = []  # at most one
+        weakref.finalize(self, _leave_disk, rest.lanes.rooms, stored, written, self.reading).atexit = False
 
     def ask(self) -> None:
-        if self.reading is None:
-            self.reading = self.rest.read(self.stored, self.written)
+        if not self.reading:
+            self.reading.append(self.rest.read(self.stored, self.written))
 
     def back(self) -> Tensor:
         self.ask()
-        assert self.reading is not None
-        (room, over), self.reading = self.reading, None
+        room, over = self.reading.pop()
         over.result()
         return self.rest.raise_up(room, self.stored)
 
 
-def _let_go(stored: Stored, written: Future[None]) -> None:
-    """Its place in the file is for another once nobody writes to it any more."""
-    wait([written])
+def _leave_disk(rooms: _Rooms, stored: Stored, written: Future[None], reading: list[tuple[Room, Future[None]]]) -> None:
+    """Its place in the file is for another once nobody writes to it or reads from it any more; so is the room of who asked for it
+    and never took it."""
+    wait([written, *(over for _, over in reading)])
+    for room, _ in reading:
+        rooms.give_back(room)
     stored.give_back()
 
 

@@ -14,6 +14,7 @@ from naught.born import raise_whole
 from naught.comm import Group
 from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
+from naught.devices import Pool
 from naught.errors import ModelError, UsageError
 from naught.filling import Filling
 from naught.flat import Meter
@@ -99,6 +100,7 @@ _HEEDED = (
     "naught.tiles",
     "naught.reduce_every_micro_batch",
     "naught.lazy_weights",
+    "naught.private_pool",
     "naught.small_masters",
     "naught.small_moments",
     "naught.wide_gradients",
@@ -178,7 +180,8 @@ def build_units(
     host = host_side(config, device, meter, largest, slots)
     with group.together():
         disk = disk_side(config, device, meter, largest)
-    homes = {name: Home(placement, group, device, meter, share, host, disk) for name, placement in placements.items()}
+    pool = Pool(device, private=config.naught.private_pool)
+    homes = {name: Home(placement, group, device, meter, share, pool, host, disk) for name, placement in placements.items()}
     filling = Filling(model, device)
     last = {spec.name: filling.last_owner([params[param.name] for param in spec.params]) for spec in specs}
     lazy = config.naught.lazy_weights

@@ -9,6 +9,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from naught.errors import ModelError
 __all__ = [
     "GpuFacts",
     "Mark",
+    "Pool",
     "Room",
     "allocated_bytes",
     "device_for",
@@ -197,6 +199,19 @@ def keep_freed_pages(device: torch.device) -> None:
     libc.malloc_trim(0)
     libc.mallopt(_TRIM_THRESHOLD, -1)
     libc.mallopt(_MMAP_MAX, 0)
+
+
+class Pool:
+    """Memory of a device for what comes and goes in a few sizes, apart from what has any size: neither leaves gaps that only the
+    other could fill. Without one, and where there is no such allocator, they share."""
+
+    def __init__(self, device: torch.device, *, private: bool) -> None:
+        self.device = device
+        self.own = torch.cuda.MemPool(use_on_oom=True) if private and device.type == "cuda" else None
+
+    def open(self) -> AbstractContextManager[None]:
+        """Allocations of this thread come from it meanwhile."""
+        return nullcontext() if self.own is None else torch.cuda.use_mem_pool(self.own, self.device)
 
 
 @dataclass(frozen=True)

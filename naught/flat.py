@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from naught.devices import Pool
 from naught.layout import Layout
 
 __all__ = ["Flat", "Meter"]
@@ -49,20 +50,23 @@ class Meter:
 class Flat:
     """A buffer with the slots and slices of a layout. While freed, its tensors keep their shapes and must not be read."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, *, category: str, meter: Meter) -> None:
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, *, category: str, meter: Meter, pool: Pool
+    ) -> None:
         self.tensor = torch.empty(layout.numel, dtype=dtype, device=device)
         self.slots = [self.tensor[slot.span.start : slot.span.stop].view(slot.shape) for slot in layout.slots]
         self.slices = [self.tensor[slice(*layout.shard(rank))] for rank in range(layout.world)]
         self.gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps()]
         self.nbytes = self.tensor.nbytes
-        self.category, self.meter = category, meter
+        self.category, self.meter, self.pool = category, meter, pool
         self.allocated = False
         self.storage = self.tensor.untyped_storage()
         self.storage.resize_(0)
 
     def alloc(self) -> None:
         if not self.allocated:
-            self.storage.resize_(self.nbytes)
+            with self.pool.open():
+                self.storage.resize_(self.nbytes)
             self.allocated = True
             self.meter.change(self.category, self.nbytes)
 

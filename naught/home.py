@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from naught.comm import Group
+from naught.devices import Pool
 from naught.disk_side import DiskSide
 from naught.ferry import Ferry
 from naught.flat import Meter
@@ -61,13 +62,14 @@ class HostSide(NamedTuple):
 
 class Home(NamedTuple):
     """Where a segment lives: its placement, the ranks that share it, their device, who counts its bytes, what share of its
-    step a gradient is, the host, if anything rests there, and the disk."""
+    step a gradient is, which memory its flats come from, the host, if anything rests there, and the disk."""
 
     placement: Placement
     group: Group
     device: torch.device
     meter: Meter
     share: Callable[[], float]
+    pool: Pool
     host: HostSide | None
     disk: DiskSide | None = None
 

@@ -23,10 +23,11 @@ _LEAST_BYTES = 1 << 16  # what is smaller stays: moving it would cost more than 
 class _Saved:
     """What autograd holds instead of a tensor."""
 
-    __slots__ = ("__weakref__", "resting", "shape")
+    __slots__ = ("__weakref__", "resting", "shape", "was_back")
 
     def __init__(self, resting: Resting, shape: torch.Size) -> None:
         self.resting, self.shape = resting, shape
+        self.was_back = False  # it may live on for a while, as one of several that an operation needs
 
 
 class Saves:
@@ -60,9 +61,11 @@ class Saves:
     def _unpack(self, held: Tensor | _Saved) -> Tensor:
         if isinstance(held, Tensor):
             return held
-        while self.order and self.order[-1]() in (None, held):
+        held.was_back = True
+        before: _Saved | None = None
+        while self.order and ((before := self.order[-1]()) is None or before.was_back):
             self.order.pop()
-        before = self.order[-1]() if self.order else None
+            before = None
         found = held.resting.back().view(held.shape)
         if before is not None:
             before.resting.ask()

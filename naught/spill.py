@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from naught.errors import StorageError
+from naught.extents import Extents
 from naught.file_errors import telling
 from naught.flat import Meter
 from naught.streams import Slab
@@ -86,13 +87,14 @@ class Spill:
         with telling("make a file in", folder, _FIXES):
             self.handle = _open(folder)
         self.nbytes = 0
-        self.spare: dict[int, list[int]] = {}  # where there is room again, by its bytes
+        self.spare = Extents()
         self._close = weakref.finalize(self, os.close, self.handle)
 
     def reserve(self, nbytes: int) -> int:
         """Where so many bytes have room from here on. A disk that is too full says so now."""
-        if self.spare.get(nbytes):
-            return self.spare[nbytes].pop()
+        spare = self.spare.take(nbytes)
+        if spare is not None:
+            return spare
         at = self.nbytes
         self.foresee(nbytes)
         self.nbytes += nbytes
@@ -100,7 +102,7 @@ class Spill:
 
     def give_back(self, at: int, nbytes: int) -> None:
         """Nobody needs what is there any more."""
-        self.spare.setdefault(nbytes, []).append(at)
+        self.spare.give_back(at, nbytes)
 
     def foresee(self, nbytes: int) -> None:
         """Have room for so many bytes more, which nobody has asked for yet."""

@@ -42,7 +42,9 @@ class Weights:
         self.rounds, self.repeated = types.rounds, types.repeated
         # A rank alone would keep a copy of all of it: where that rests on the device, the flat itself is the shard.
         self.stays = not split or (group.parts == 1 and isinstance(shelf, DeviceShelf))
-        self.flat = Flat(layout, dtype, device, category="weights" if self.stays else Buffer.GATHERED, meter=home.meter)
+        self.flat = Flat(
+            layout, dtype, device, category="weights" if self.stays else Buffer.GATHERED, meter=home.meter, pool=home.pool
+        )
         self.shard: Tensor | None = self.flat.slices[group.part]
         self.stored: Stored | None = None  # the slice, on disk
         self.bound = False  # the parameters are views of the flat

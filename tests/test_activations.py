@@ -233,6 +233,63 @@ def test_mistakes_in_a_configuration_are_told(naught, words):
         engine_of(Tower("kept"), config_of(1, more={"naught": naught}))
 
 
+@pytest.mark.parametrize("where", ["cpu_checkpointing", "disk", "contiguous"])
+def test_rooms_are_as_many_as_are_in_use_whatever_their_sizes(tmp_path, where):
+    naught, block = asked(where, str(tmp_path))
+    engine = engine_of(Tower("non-reentrant"), config_of(1, more={"naught": naught, "activation_checkpointing": block}))
+    for tokens in (200, 256, 190, 230, 250, 180, 240, 256, 210):
+        engine.backward(engine(torch.randn(tokens, WIDTH, device=DEVICE)))
+        engine.step()
+    peak = engine.report()["peak"]
+    engine.destroy()
+    rooms = peak["kept activations" if where == "contiguous" else "host activations"]
+    most = 2 * LAYERS if where == "contiguous" else LAYERS + 2  # those side by side go together, when the last one is too small
+    assert rooms <= most * (ONE + 4096)
+    if where == "disk":
+        assert peak["disk activations"] <= LAYERS * (ONE + 4096)
+
+
+class TwoInputs(nn.Module):
+    """Blocks that are given two tensors, one of which goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, half = x, None
+        for at, block in enumerate(self.blocks):
+            x, y = torchs_checkpoint(lambda x, y, block=block: (torch.tanh(block(x) + y), x * 0.5), x, y, use_reentrant=False)
+            half = x.square().mean() if at == LAYERS // 2 else half
+        return x.square().mean(), half
+
+
+@pytest.mark.parametrize("where", ["cpu_checkpointing", "disk"])
+def test_nothing_comes_back_that_was_back_already(tmp_path, where):
+    def train(naught: dict, block: dict) -> tuple[str, list[tuple[int, int]]]:
+        torch.manual_seed(0)
+        engine = engine_of(TwoInputs(), config_of(1, more={"naught": naught, "activation_checkpointing": block}))
+        moved = []
+        for step in range(3):
+            whole, half = engine(batch(step, 0).requires_grad_())
+            engine.backward(half if step == 1 else whole)  # of some of what was put away nobody asks
+            engine.step()
+            del whole, half
+            found = engine.report()["moved"]
+            moved.append((found.get("activations to the host", 0), found.get("activations to the device", 0)))
+        digest = digest_in_32_bits(engine)
+        engine.destroy()
+        return digest, moved
+
+    near, far = train({}, {}), train(*asked(where, str(tmp_path)))
+    assert far[0] == near[0]
+    (down, up), (down_half, up_half), (down_last, up_last) = far[1]
+    assert down == up > LAYERS * ONE
+    assert down_half == 2 * down
+    assert up_half < 2 * up
+    assert (down_last - down_half, up_last - up_half) == (down, up)
+
+
 def test_mistakes_of_a_script_are_told():
     with pytest.raises(UsageError, match="there are none"):
         checkpointing.configure(partition_activations=True)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from naught.errors import ModelError
+from naught.extents import Extents
 from naught.layout import ALIGN_NUMEL, Layout, Span, intersect, lay_out, pad, reshard
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=0, max_size=8)  # scalars, empty and small tensors
@@ -101,3 +102,19 @@ def test_resharding_between_different_models_is_refused():
     for rank in range(2):  # also the rank that does not own the missing one
         with pytest.raises(ModelError, match='"z"'):
             list(reshard(old, both, rank))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.randoms(use_true_random=False))
+def test_room_in_a_file_is_used_again_and_never_twice_at_once(sizes, dice):
+    extents, end, taken = Extents(), 0, []
+    for size in sizes:
+        at = extents.take(size)
+        if at is None:
+            at, end = end, end + size
+        assert all(at + size <= other or other + many <= at for other, many in taken)
+        taken.append((at, size))
+        while taken and dice.random() < 0.5:
+            extents.give_back(*taken.pop(dice.randrange(len(taken))))
+    for span in taken:
+        extents.give_back(*span)
+    assert extents.take(end) == 0  # all of it is one again

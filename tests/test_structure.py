@@ -31,6 +31,7 @@ LAYERS = [
         "placement",
         "layout",
         "within",
+        "extents",
         "units",
         "arguments",
     ],

@@ -69,6 +69,13 @@ class Naught(Block):
             "where the optimizer rests on the host, so that its update is hidden",
         ),
     ] = None
+    private_pool: Annotated[
+        Flag,
+        Key(
+            "flats that come and go have a pool of GPU memory of their own, which leaves fewer gaps where sequences differ in "
+            "length; others may use it when memory is short"
+        ),
+    ] = False
     small_masters: Annotated[
         Flag,
         Key(

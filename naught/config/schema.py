@@ -196,9 +196,10 @@ class ActivationCheckpointing(Block):
     ] = False
     cpu_checkpointing: Annotated[Flag, Key("checkpoints rest in host memory")] = False
     contiguous_memory_optimization: Annotated[Flag, Key("checkpoints share one buffer made at the start")] = False
-    number_checkpoints: Annotated[Positive | None, Key("how many checkpoints that buffer holds; null is one for each block")] = (
-        None
-    )
+    number_checkpoints: Annotated[
+        Positive | None,
+        Key("how many checkpoints that buffer holds; null: each has memory of its own, made when it is first needed"),
+    ] = None
     synchronize_checkpoint_boundary: Annotated[Flag, idle("nothing waits for the device at a checkpoint")] = False
     profile: Annotated[Flag, idle("wall_clock_breakdown times every phase")] = False
 
