@@ -92,7 +92,7 @@ def places(shape: Shape) -> dict[str, Where]:
         "device": Where({}, Checkpointing.BLOCK),
         "host": Where({"activation_checkpointing": {"cpu_checkpointing": True}}, Checkpointing.HOST),
         "contiguous": Where({"activation_checkpointing": own}, Checkpointing.BLOCK),
-        "disk": Where({"naught": on_disk}, None),
+        "disk": Where({"naught": on_disk}, Checkpointing.DISK),
         "kept": Where({}, Checkpointing.NONE, recomputes=False),
         "all-host": Where({"naught": everything}, None, recomputes=False),
     }
@@ -365,7 +365,7 @@ def _offload(task: Task) -> dict[str, Any]:
 
 def _be_exact(exact: bool) -> None:
     """Have torch compute the same bits each time, or as fast as it can: memory that only the first needs is given back."""
-    torch.use_deterministic_algorithms(exact, warn_only=True)
+    torch.use_deterministic_algorithms(exact)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if not exact and DEVICE.type == "cuda":
         torch.cuda.empty_cache()
@@ -417,7 +417,7 @@ def _plan(task: Task, where: Where, model: nn.Module, config: dict[str, Any]) ->
 def _against(plan: Plan | None, held: int | None) -> dict[str, Any]:
     if plan is None:
         none = dict.fromkeys(("planned_gib", "planned_host_gib", "planned_with_a_block_gib", "off"))
-        return none | {"unplanned": "the planner has no name for this: naught.job.Checkpointing is none, block or host"}
+        return none | {"unplanned": "the planner has no name for this: naught.job.Checkpointing is none, block, host or disk"}
     return {
         "planned_gib": _gib(plan.device),
         "planned_host_gib": _gib(plan.host),

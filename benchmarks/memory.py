@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 from itertools import product
@@ -40,6 +41,12 @@ PLACES: dict[str, dict[str, Any]] = {
     "stage3-offload": {"stage": 3, "offload_optimizer": HOST},
     "infinity-host": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
 }
+FOLDER = os.environ.get("NAUGHT_BENCH_FOLDER", "/tmp/naught-bench")
+DISK = {"device": "nvme", "nvme_path": FOLDER}
+ON_DISK: dict[str, dict[str, Any]] = {
+    "stage2-disk": {"stage": 2, "offload_optimizer": DISK},
+    "infinity-disk": {"stage": 3, "offload_optimizer": DISK, "offload_param": {**DISK, "max_in_cpu": 0}},
+}
 
 
 class Case(NamedTuple):
@@ -61,25 +68,27 @@ def cases() -> list[Case]:
     found = [Case(*shape, place) for shape, place in product(shapes, PLACES)]
     extra = (12, 1536, 8, 1024, "bf16", True, 1)
     found += [Case(*extra, place, small=True) for place in PLACES]
+    found += [Case(*extra, place) for place in ON_DISK]
     return found
 
 
 def tiny() -> list[Case]:
-    return [
-        Case(4, 64, 2, 64, "bf16", True, 1, place, vocab=512) for place in ("stage1", "stage3", "stage2-offload", "infinity-host")
-    ]
+    places = ("stage1", "stage3", "stage2-offload", "infinity-host", *ON_DISK)
+    return [Case(4, 64, 2, 64, "bf16", True, 1, place, vocab=512) for place in places]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few small ones")
+    parser.add_argument("--places", help="only these, separated by commas")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     rows = []
-    for case in tiny() if options.quick or not on_gpu else cases():
+    wanted = options.places.split(",") if options.places else [*PLACES, *ON_DISK]
+    for case in [case for case in (tiny() if options.quick or not on_gpu else cases()) if case.place in wanted]:
         rows.append(measure(case, torch.device("cuda" if on_gpu else "cpu")))
         print(json.dumps(case._asdict() | rows[-1]), flush=True)
-    for tier in ("device", "host"):
+    for tier in ("device", "host", "disk"):
         errors = [abs(row[f"{tier}_error"]) for row in rows if row[f"{tier}_error"] is not None]
         if errors:
             print(f"{tier}: {len(errors)} configurations, off by {statistics.median(errors):.1%}, at most {max(errors):.1%}")
@@ -95,7 +104,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {**PLACES[case.place], "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {**(PLACES | ON_DISK)[case.place], "stage3_param_persistence_threshold": 0},
         "naught": {"small_masters": case.small},
         "steps_per_print": 10**9,
     }
@@ -111,7 +120,9 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
         engine.backward(engine(ids, ids))
         engine.step()
     held = torch.cuda.max_memory_allocated() - base if device.type == "cuda" else None
-    on_host = sum(nbytes for name, nbytes in engine.report()["peak"].items() if name.startswith("host "))
+    on_host, on_disk = (
+        sum(nbytes for name, nbytes in engine.report()["peak"].items() if name.startswith(tier)) for tier in ("host ", "disk ")
+    )
     engine.destroy()
     del engine, model
     gc.collect()
@@ -122,6 +133,9 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
         "planned_host": planned[Tier.HOST],
         "held_host": on_host,
         "host_error": planned[Tier.HOST] / on_host - 1 if on_host else None,
+        "planned_disk": planned[Tier.DISK],
+        "held_disk": on_disk,
+        "disk_error": planned[Tier.DISK] / on_disk - 1 if on_disk else None,
     }
 
 

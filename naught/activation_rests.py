@@ -17,12 +17,11 @@ from torch import Tensor
 from naught.comm import Among
 from naught.disk_side import DiskSide
 from naught.flat import Meter
+from naught.holding import LEAVING
 from naught.spill import Room, Stored
 from naught.streams import Lane, Point, here
 
 __all__ = ["AsItIs", "OnDevice", "OnDisk", "OnHost", "Rest", "Resting", "Split"]
-
-_LEAVING = 2  # that are on their way at a time: those before them are waited for
 
 
 class Resting(Protocol):
@@ -166,7 +165,7 @@ class _Lanes:
             room.of(flat.numel(), flat.dtype).copy_(flat, non_blocking=True)
         arrived = self.down.point()
         self.leaving.append((flat, arrived))
-        if len(self.leaving) > _LEAVING:  # from here on the device may have other use for the oldest one's memory
+        if len(self.leaving) > LEAVING:  # from here on the device may have other use for the oldest one's memory
             self.leaving.popleft()[1].hold(self.device)
         return arrived
 
@@ -231,7 +230,7 @@ class OnDisk:
         self.rising: deque[tuple[Point, Room]] = deque()  # rooms that the device still copies from
 
     def put(self, flat: Tensor) -> Resting:
-        while len(self.writing) > _LEAVING:
+        while len(self.writing) > LEAVING:
             wait([self.writing.popleft()])
         room = self.lanes.rooms.take(flat.nbytes)
         arrived = self.lanes.send(flat, room)
@@ -247,7 +246,7 @@ class OnDisk:
         return _OnDisk(self, stored, written)
 
     def read(self, stored: Stored, written: Future[None]) -> tuple[Room, Future[None]]:
-        while len(self.rising) > _LEAVING:
+        while len(self.rising) > LEAVING:
             point, room = self.rising.popleft()
             point.wait()
             self.lanes.rooms.give_back(room)

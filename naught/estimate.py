@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from naught.holding import room_bytes, staging_bytes
+from naught.holding import ROOMS_ON_THE_WAY, room_bytes, staging_bytes
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
@@ -86,8 +86,9 @@ def forecast(
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
     if not kept:
-        tier = Tier.HOST if job.checkpointing is Checkpointing.HOST else Tier.DEVICE
-        memory[tier][Category.CHECKPOINTS] += activations.checkpoints
+        memory[job.checkpointing.tier][Category.CHECKPOINTS] += activations.checkpoints
+        if job.checkpointing.tier is Tier.DISK:
+            memory[Tier.HOST][Category.BUFFERS] += min(activations.checkpoints, ROOMS_ON_THE_WAY * activations.checkpoint)
     if machine.unified:
         for category in Category:
             memory[Tier.DEVICE][category] += memory[Tier.HOST][category]

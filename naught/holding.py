@@ -16,8 +16,10 @@ from naught.steps import Placements, Sizes, Step, UnitBytes, Verb
 
 __all__ = [
     "LEAST_SLOTS",
+    "LEAVING",
     "LIVES",
     "MOST_SLOTS",
+    "ROOMS_ON_THE_WAY",
     "SLOT_NUMEL",
     "STRETCH_NUMEL",
     "TILE_STEP",
@@ -35,6 +37,10 @@ __all__ = [
 # of so many elements of 32 bits each.
 STRETCH_NUMEL, SLOT_NUMEL = 1 << 23, 1 << 24
 LEAST_SLOTS, MOST_SLOTS = 4, 16
+# Activations that are on their way at a time, before others are waited for; and rooms on the host for those that go to disk and
+# come back from there: written and about to be, read ahead, and raised.
+LEAVING = 2
+ROOMS_ON_THE_WAY = 2 * (LEAVING + 1)
 
 
 def staging_slots(largest_numel: int, most: int) -> int:

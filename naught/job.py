@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from naught.errors import UsageError
 from naught.formulas import Recipe, block_activation_bytes, checkpoint_bytes, full_activation_bytes, recipe
+from naught.placement import Tier
 from naught.shapes import Transformer
 
 __all__ = ["ActivationBytes", "Checkpointing", "Job", "transformer_activations"]
@@ -21,6 +22,15 @@ class Checkpointing(StrEnum):
     NONE = "none"  # everything
     BLOCK = "block"  # its input, on the device
     HOST = "host"  # its input, on the host
+    DISK = "disk"  # its input, on disk
+
+    @property
+    def tier(self) -> Tier:
+        """Where inputs rest."""
+        return _TIERS.get(self, Tier.DEVICE)
+
+
+_TIERS = {Checkpointing.HOST: Tier.HOST, Checkpointing.DISK: Tier.DISK}
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class ActivationBytes(NamedTuple):
     """Activations of one micro-batch: all of them, those alive while one block is recomputed, and the checkpoints.
 
     `forward_flops` is what the forward computes; None is two for each parameter and token. `gradient` is what a backward makes
-    of the widest of them, while all of them are still there.
+    of the widest of them, while all of them are still there. `checkpoint` is the largest one.
     """
 
     full: int
@@ -65,6 +75,7 @@ class ActivationBytes(NamedTuple):
     source: str
     forward_flops: int | None = None
     gradient: int = 0
+    checkpoint: int = 0
 
 
 def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
@@ -87,4 +98,4 @@ def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
     source = f"ZeRO-Infinity's formula ({scores} attention scores) and the logits"
     if job.checkpointing is Checkpointing.NONE:
         source = "the papers' formulas and the logits: a lower bound, as gated layers keep up to twice as much"
-    return ActivationBytes(everything + logits, block + logits, checkpoints, source)
+    return ActivationBytes(everything + logits, block + logits, checkpoints, source, checkpoint=checkpoints // shape.layers)

@@ -7,7 +7,6 @@ from typing import Any
 
 from naught.advice import Advice
 from naught.estimate import Category, Forecast
-from naught.job import Checkpointing
 from naught.placement import Tier
 from naught.quantity import show_bytes, show_count, show_seconds
 from naught.text import table
@@ -82,10 +81,13 @@ def span(row: Forecast) -> str:
     return f"{show_seconds(row.times.overlapped)} to {show_seconds(row.times.serial)}"
 
 
+_AWAY = {Tier.HOST: "in host memory", Tier.DISK: "on disk"}
+
+
 def _needs(row: Forecast) -> str:
     needs = []
-    if row.checkpointing is Checkpointing.HOST:
-        needs.append("activation checkpoints in host memory")
+    if row.checkpointing.tier is not Tier.DEVICE:
+        needs.append(f"activation checkpoints {_AWAY[row.checkpointing.tier]}")
     if row.tiles > 1:
         needs.append(f"blocks split into {row.tiles} tiles")
     return " and ".join(needs)

@@ -166,6 +166,7 @@ class _Ledger:
             full=self.outside.saved + sum(call.saved for call in self.calls),
             working=self.outside.saved + max((call.saved for call in self.calls), default=0),
             checkpoints=sum(call.inputs for call in self.calls),
+            checkpoint=max((call.inputs for call in self.calls), default=0),
             source="a trace on fake tensors",
             forward_flops=outside_flops + sum(call.flops for call in self.calls),
             gradient=2 * self.widest,  # of its output and of its input

@@ -73,8 +73,10 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
             disk += 2 * size.grad_shard * reduces  # each micro-batch but the first is added to what is there
         if placement.optim.tier is Tier.DISK:
             disk += 2 * size.state_shard * run.repeat
-    if job.checkpointing is Checkpointing.HOST:
+    if job.checkpointing.tier is not Tier.DEVICE:
         link += 2 * activations.checkpoints * passes
+    if job.checkpointing.tier is Tier.DISK:
+        disk += 2 * activations.checkpoints * passes
     volume = {"all-gather": gathered * (world - 1) // world, "reduce-scatter": reduced * (world - 1) // world}
     return Traffic(volume, link, disk)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -44,8 +44,11 @@ def locate(tables: Sequence[Table]) -> Mapping[tuple[str, str], list[Located]]:
 
 def within(located: Sequence[Located], first: int, stop: int) -> Iterator[Located]:
     """Where the elements from `first` to `stop` lie. If not all of them are there, it ends where one is missing."""
-    behind = bisect_right(located, first, key=attrgetter("first"))
-    for at in islice(located, max(0, behind - 1), None):
+    by = attrgetter("first")
+    begin = bisect_right(located, first, key=by) - 1
+    if begin > 0:
+        begin = bisect_left(located, located[begin].first, key=by)  # of what every rank had for itself it is the first one's
+    for at in islice(located, max(0, begin), None):
         if at.first >= stop:
             return
         begin, end = max(first, at.first), min(stop, at.first + at.numel)

@@ -190,7 +190,9 @@ def _job(options: argparse.Namespace, config: Config | None, world: int) -> Job:
 
         if config.train_batch_size or config.train_micro_batch_size_per_gpu:
             _, given["micro_batch"], given["accumulation"] = derive_batch(config, world)
-        if config.activation_checkpointing.cpu_checkpointing:
+        if config.naught.activations == "disk":
+            given["checkpointing"] = Checkpointing.DISK
+        elif config.naught.activations == "host" or config.activation_checkpointing.cpu_checkpointing:
             given["checkpointing"] = Checkpointing.HOST
         if config.data_types.grad_accum_dtype in ("bf16", "fp16"):
             given["summed_grad"] = 2

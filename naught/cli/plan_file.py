@@ -59,6 +59,8 @@ def document_of(row: Forecast, wanted: Wanted) -> dict[str, Any]:
         ours["tiles"] = row.tiles
     if row.checkpointing is Checkpointing.HOST:
         document["activation_checkpointing"] = {"cpu_checkpointing": True}
+    if row.checkpointing is Checkpointing.DISK:
+        ours |= {"activations": "disk", "nvme_path": wanted.nvme_path}
     return document | ({"naught": ours} if ours else {})
 
 
