@@ -50,7 +50,8 @@ class DiskSide:
 
     def read(self, stored: Stored, after: Future[None] | None) -> Reading:
         """Begin to read all of it, once nobody writes to it any more."""
-        reading = next((each for each in self.idle if each.room.elements.nbytes >= stored.nbytes), None)
+        fitting = [each for each in self.idle if each.room.elements.nbytes >= stored.nbytes]
+        reading = min(fitting, key=lambda each: each.room.elements.nbytes, default=None)
         if reading is None:
             reading = Reading(Room.make(stored.nbytes, register=self.desk.register))
             self.desk.meter.change(_SHARDS, reading.room.elements.nbytes)

@@ -27,6 +27,7 @@ __all__ = [
     "Life",
     "Peaks",
     "held_after_each",
+    "read_room_bytes",
     "room_bytes",
     "simulate",
     "staging_bytes",
@@ -93,7 +94,8 @@ class Life(NamedTuple):
 
 _UPDATED = (Verb.UPDATE, Kind.OPTIM)
 LIVES: Mapping[Buffer, Life] = {
-    Buffer.READ_WEIGHTS: Life(Tier.HOST, (Verb.READ, Kind.PARAM), ((Verb.GATHER, Kind.PARAM),), lambda size: size.weight_shard),
+    # In rooms that are used again: see `read_room_bytes`.
+    Buffer.READ_WEIGHTS: Life(None, (Verb.READ, Kind.PARAM), ((Verb.GATHER, Kind.PARAM),), lambda size: size.weight_shard),
     # A tile at a time, in rooms of a constant size: see `room_bytes`. Gradients that are added to are where they are stored from.
     Buffer.READ_GRADS: Life(None, (Verb.READ, Kind.GRAD), ((Verb.WRITE, Kind.GRAD), _UPDATED), lambda size: size.grad_shard),
     Buffer.READ_STATES: Life(None, (Verb.READ, Kind.OPTIM), ((Verb.WRITE, Kind.OPTIM),), lambda size: size.state_shard),
@@ -193,6 +195,27 @@ def simulate(steps: Iterable[Step], placements: Placements, sizes: Sizes) -> Pea
         passing={tier: peaks["passing", tier.value] for tier in Tier},
         buffers={buffer: peaks["buffer", buffer.value] for buffer in Buffer},
     )
+
+
+def read_room_bytes(steps: Sequence[Step], sizes: Sizes) -> int:
+    """Of all rooms on the host that weights are read into: the smallest idle one that is large enough, else a new one. A room is
+    idle once its unit is gathered, and stays: a step finds those of the last."""
+    life = LIVES[Buffer.READ_WEIGHTS]
+    idle: list[int] = []
+    in_use: dict[str, int] = {}
+    total = 0
+    for verb, kind, unit in [*steps, *steps]:
+        if (verb, kind) == life.opens and unit not in in_use:
+            needed = life.nbytes(sizes[unit])
+            room = min((room for room in idle if room >= needed), default=0)
+            if room:
+                idle.remove(room)
+            else:
+                room, total = needed, total + needed
+            in_use[unit] = room
+        elif (verb, kind) in life.closes and unit in in_use:
+            idle.append(in_use.pop(unit))
+    return total
 
 
 def held_after_each(steps: Sequence[Step], buffer: Buffer, placements: Placements, sizes: Sizes) -> list[int]:

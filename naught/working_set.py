@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from naught.holding import Buffer, simulate
+from naught.holding import Buffer, read_room_bytes, simulate
 from naught.job import Job
 from naught.moving import Budgets
 from naught.placement import Placement, Tier
@@ -62,7 +62,8 @@ def whole_working_set(placed: tuple[PlacedRun, ...], world: int, job: Job) -> Wo
     # Where whole gradients are collected, the latest is there twice for a moment.
     twice = max((size.grads for unit, size in sizes.items() if size.trained and not placements[unit].sums_leave), default=0)
     gathered = max(0, peaks.passing[Tier.DEVICE] - staging) + twice
-    return Work(gathered, staging, peaks.passing[Tier.HOST], min(gathered, peaks.buffers[Buffer.GRAD_FLATS] + twice))
+    on_host = peaks.passing[Tier.HOST] + read_room_bytes(plan.steps, sizes)
+    return Work(gathered, staging, on_host, min(gathered, peaks.buffers[Buffer.GRAD_FLATS] + twice))
 
 
 def _one_pass(outer: Sequence[str], inner: Sequence[str]) -> list[Event]:
@@ -85,7 +86,7 @@ def _one_ahead(outer: Sequence[UnitBytes], inner: Sequence[UnitBytes]) -> Budget
         ahead_bytes=2 * max((size.weights for size in inner), default=0),
         live_bytes=sum(size.weights for size in [*outer, *inner]),
         load_bytes=pair(lambda size: size.weight_shard),
-        read_weight_bytes=pair(lambda size: size.weight_shard),
+        read_weight_bytes=2 * max((size.weight_shard for size in [*outer, *inner]), default=0),
         read_state_bytes=pair(lambda size: size.state_shard),
         overlap_reduce=True,
     )
