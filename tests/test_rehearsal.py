@@ -77,9 +77,9 @@ def test_every_rank_draws_its_own_random_numbers(two, stage):
     assert rehearse(lambda _: draw(stage), ranks=2) == two.run(draw, stage)
 
 
-def mixed() -> tuple[list[float], str]:
+def mixed(stage: int) -> tuple[list[float], str]:
     """A backward of the user's own beside one of the engine's: who has divided the loss is told apart by rank."""
-    engine = start(3, accumulation=2, **SPREAD)
+    engine = start(stage, accumulation=2, **(SPREAD if stage == 3 else {}))
     losses = []
     for step in range(2):
         for micro in range(2):
@@ -93,8 +93,9 @@ def mixed() -> tuple[list[float], str]:
     return losses, digest_of_weights(engine)
 
 
-def test_backwards_of_two_kinds_are_told_apart(two):
-    assert rehearse(lambda _: mixed(), ranks=2) == two.run(mixed)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_backwards_of_two_kinds_are_told_apart(two, stage):
+    assert rehearse(lambda _: mixed(stage), ranks=2) == two.run(mixed, stage)
 
 
 def born() -> tuple[list[float], str]:
@@ -319,6 +320,16 @@ def test_the_command_trains_as_processes_do(two, capsys, tmp_path, stage):
     shown = capsys.readouterr().out
     for words in ("2 ranks in this process", "rank 1", "reduce-scatter", "weights "):
         assert words in shown
+
+
+def test_the_command_says_what_goes_between_tiers(capsys, tmp_path):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path / "spill")}
+    (tmp_path / "ds.json").write_text(json.dumps(config_of(3, offload_optimizer=disk, offload_param=disk, **SPREAD)))
+    asked = ["simulate", TINY, "--real", "--seq", "16", "--steps", "1", "--config", str(tmp_path / "ds.json")]
+    assert main([*asked, "--json"]) == 0
+    assert all(nbytes > 0 for one in json.loads(capsys.readouterr().out) for nbytes in one["moved"].values())
+    assert main(asked) == 0
+    assert "moved by rank 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,8 @@ def _show(found: list[Rehearsal], steps: int) -> None:
         rows.append((str(step + 1), f"{first.norms[step]:.6g}", f"{fmean(losses):.6f}", *(f"{loss:.6f}" for loss in losses[:8])))
     names = [f"rank {rank}" for rank in range(min(len(found), 8))]
     print_table("loss of each step", ("step", "norm", "mean", *names), rows)
-    sent = [(name, show_bytes(nbytes)) for name, nbytes in first.sent.items() if nbytes]
-    if sent:
-        print_table("sent by rank 0", ("collective", "bytes"), sent)
+    for title, name, sizes in (("sent by rank 0", "collective", first.sent), ("moved by rank 0", "where", first.moved)):
+        shown = [(key, show_bytes(nbytes)) for key, nbytes in sizes.items() if nbytes]
+        if shown:
+            print_table(title, (name, "bytes"), shown)
     print(f"weights {first.weights}")

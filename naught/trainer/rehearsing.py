@@ -25,13 +25,14 @@ _SEED = 0
 
 
 class Rehearsal(NamedTuple):
-    """What one rank has seen: its own losses by micro-batch, the norms of the steps, what it has sent by collective, and a digest
-    of the whole weights afterwards."""
+    """What one rank has seen: its own losses by micro-batch, the norms of the steps, what it has sent by collective and moved
+    between its tiers, and a digest of the whole weights afterwards."""
 
     numel: int
     losses: list[float]
     norms: list[float]
     sent: dict[str, int]
+    moved: dict[str, int]
     weights: str
 
 
@@ -69,6 +70,7 @@ def train_gpt(shape: Transformer, config: Mapping[str, Any], batch: Batch, steps
         losses=losses,
         norms=norms,
         sent=_sent(engine),
+        moved=dict(engine.report()["moved"]),
         weights=_digest(engine),
     )
     engine.destroy()
