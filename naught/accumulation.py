@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from naught.config import Batch
 from naught.errors import UsageError
+from naught.running import Own
 
 __all__ = ["Accumulation", "by_an_engine"]
 
@@ -52,7 +53,7 @@ class Accumulation:
 
     def share(self) -> float:
         """The share of a gradient in that of its step, where no engine has divided the loss."""
-        return 1.0 if _BACKWARDS else 1.0 / self.steps
+        return 1.0 if _BACKWARDS() else 1.0 / self.steps
 
     def declare(self, *, last: bool) -> None:
         """The caller says whether the micro-batch that now begins is the last of its step."""
@@ -96,14 +97,14 @@ class Accumulation:
         return Batch(micro * steps * self.world, micro, steps)
 
 
-_BACKWARDS: list[None] = []  # of engines, under way
+_BACKWARDS: Own[list[None]] = Own(list)  # of engines, under way
 
 
 @contextmanager
 def by_an_engine() -> Iterator[None]:
     """The backward inside is of an engine, which has divided its loss; also for others that the loss depends on."""
-    _BACKWARDS.append(None)
+    _BACKWARDS().append(None)
     try:
         yield
     finally:
-        _BACKWARDS.pop()
+        _BACKWARDS().pop()

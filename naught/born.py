@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from naught.comm import Group
+from naught.running import Own
 from naught.spill import Stored
 
 __all__ = ["Keeping", "Lent", "Nursery", "lend", "may_split", "raise_whole", "split", "splits", "take_back"]
@@ -67,7 +68,7 @@ def raise_whole(params: Sequence[nn.Parameter], device: torch.device | None = No
                 param.data = born.whole(param.shape, device or born.device)
 
 
-_OPEN: list[Nursery] = []  # at most one: inside of it another has nothing to do
+_OPEN: Own[list[Nursery]] = Own(list)  # at most one: inside of it another has nothing to do
 
 
 class Nursery(TorchFunctionMode):
@@ -88,9 +89,9 @@ class Nursery(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def __enter__(self) -> Nursery:
-        if _OPEN:
+        if _OPEN():
             return self
-        _OPEN.append(self)
+        _OPEN().append(self)
         self.make = nn.Parameter.__new__
 
         def make(kind: type[nn.Parameter], *args: Any, **kwargs: Any) -> nn.Parameter:
@@ -105,9 +106,9 @@ class Nursery(TorchFunctionMode):
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        if self not in _OPEN:
+        if self not in _OPEN():
             return
-        _OPEN.clear()
+        _OPEN().clear()
         nn.Parameter.__new__ = staticmethod(self.make)  # type: ignore[method-assign]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if raised[0] is None:

@@ -17,6 +17,7 @@ from naught.comm import Among, Ledger
 from naught.config import Source, load
 from naught.errors import UsageError
 from naught.flat import Meter
+from naught.running import Own
 from naught.saved import Saves
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "report", "reset"]
@@ -31,7 +32,7 @@ class _Configured:
         self.saves, self.ledger, self.meter = Saves(rest), ledger, meter
 
 
-_NOW: list[_Configured] = []  # at most one
+_NOW: Own[list[_Configured]] = Own(list)  # at most one
 
 
 def configure(
@@ -69,12 +70,12 @@ def configure(
     if split and mpu_.get_model_parallel_world_size() > 1:
         rest = Split(rest, Among(ledger, mpu_.get_model_parallel_group()))
     reset()
-    _NOW.append(_Configured(rest, ledger, meter))
+    _NOW().append(_Configured(rest, ledger, meter))
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function, and keep of it only what it was given: the backward calls it again, with the same random numbers."""
-    keeping = _NOW[0].saves.open() if _NOW and torch.is_grad_enabled() else nullcontext()
+    keeping = _NOW()[0].saves.open() if _NOW() and torch.is_grad_enabled() else nullcontext()
     with keeping:
         return _torchs.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
@@ -83,19 +84,19 @@ non_reentrant_checkpoint = checkpoint
 
 
 def is_configured() -> bool:
-    return bool(_NOW)
+    return bool(_NOW())
 
 
 def reset() -> None:
     """Keep checkpoints as torch does, and let go of memory that was theirs."""
-    while _NOW:
-        _NOW.pop().saves.rest.close()
+    while _NOW():
+        _NOW().pop().saves.rest.close()
 
 
 def report() -> dict[str, dict[str, int]]:
     """Bytes that checkpoints hold and have held at most, by where; that went there and back; and that ranks have sent."""
-    if not _NOW:
+    if not _NOW():
         return {"live": {}, "peak": {}, "moved": {}, "sent": {}}
-    now = _NOW[0]
+    now = _NOW()[0]
     sent = {collective: now.ledger.total(collective) for collective in {key[0] for key in now.ledger.sent}}
     return {"live": dict(now.meter.live), "peak": dict(now.meter.peak), "moved": dict(now.meter.moved), "sent": sent}

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from naught.errors import UsageError
+from naught.running import Rank, running
 
 __all__ = ["Claims", "claimed", "refuse_claimed"]
 
@@ -38,13 +39,20 @@ class Claims(Generic[Owner]):
 
 # What listens to a parameter's module lives as long as that: these claims end with destroy().
 claimed: Claims[object] = Claims()
+# Ranks that share a process look at their models before any of them has an engine.
+_seen: Claims[Rank] = Claims()
 
 
 def refuse_claimed(module: nn.Module) -> None:
-    """Two engines cannot train one model."""
+    """Two engines cannot train one model, nor can two ranks."""
+    rank = running()
     for name, param in module.named_parameters():
+        if rank is not None and _seen.owner_of(param) not in (None, rank):
+            raise UsageError(f'parameter "{name}" belongs to another rank already', fix="have every rank build its own model")
         if claimed.owner_of(param) is not None:
             raise UsageError(
                 f'parameter "{name}" belongs to another engine already',
                 fix="call destroy() on that engine, or make the model anew",
             )
+    if rank is not None:
+        _seen.claim(module.parameters(), rank)

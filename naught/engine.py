@@ -26,6 +26,7 @@ from naught.parking import Parking
 from naught.passes import Passes
 from naught.planned import is_recomputing, whole_units
 from naught.precision import DTYPES, precision_of
+from naught.running import Own
 from naught.saved import Saves
 from naught.saves.background import Background
 from naught.shortage import Setup, changes_of, note_of
@@ -36,7 +37,7 @@ __all__ = ["Engine", "engines"]
 
 # The engine that trains a parameter, for functions that are given only that.
 engines: Claims[Engine] = Claims()
-_LIVING: weakref.WeakSet[Engine] = weakref.WeakSet()
+_LIVING: Own[weakref.WeakSet[Engine]] = Own(weakref.WeakSet)
 
 
 class Engine(Between):
@@ -63,7 +64,7 @@ class Engine(Between):
         self.training_dataloader: Loader | None = None  # None: no training_data was given
         self.destroyed = False
         engines.claim(passes.homes, self)
-        _LIVING.add(self)
+        _LIVING().add(self)
         if stepping.optimizer is not None:
             stepping.optimizer.trainer = self
 
@@ -218,8 +219,8 @@ class Engine(Between):
             self.passes.close()
             self.passes.drop_gradients()  # of a step that nobody takes any more
             self.before_a_change()
-            _LIVING.discard(self)
-            if self.settings.naught.gpu_memory is not None and not any(other.settings.naught.gpu_memory for other in _LIVING):
+            _LIVING().discard(self)
+            if self.settings.naught.gpu_memory is not None and not any(other.settings.naught.gpu_memory for other in _LIVING()):
                 limit_memory(self.device, None)
             self.reload_states()
             self.destroyed = True
@@ -275,7 +276,7 @@ class Engine(Between):
 
 def _collect_everywhere() -> None:
     """Take up gradients while it is known who has divided them. A loss may go through several engines."""
-    for engine in _LIVING:
+    for engine in _LIVING():
         if engine.accumulation.steps > 1:
             engine.passes.collect()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from naught.comm import World, imagine
-from naught.config import Config, load, placement_of
+from naught.config import Config, Source, load, placement_of
 from naught.errors import ModelError, UsageError
 from naught.placement import Kind, Tier
 from naught.start import initialize
@@ -49,17 +49,14 @@ class Simulated:
         return Counter(str(step.verb) for step in self.plan)
 
 
-def simulate(
-    model: nn.Module, config: Config | Mapping[str, Any], world: World, loss_of: Callable[[Callable[..., Any]], Tensor]
-) -> Simulated:
+def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[Callable[..., Any]], Tensor]) -> Simulated:
     """Take two steps with a model on the meta device; the second one is by its plan. `loss_of` calls what it is given as a script
     calls its engine, with tensors of the meta device, and returns the loss."""
-    settings = config if isinstance(config, Config) else load(dict(config))
-    _refuse(model, settings, world)
+    _refuse(model, load(config), world)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         loss_of(model)
     with imagine(world):
-        engine = initialize(model=model, config=_without_watchdog(config))[0]
+        engine = initialize(model=model, config=config)[0]
         before: dict[str, int] = {}
         for step in range(2):
             for _ in range(engine.gradient_accumulation_steps()):
@@ -87,7 +84,6 @@ def simulate(
             flops=_flops(counter, model, list(engine.schedule.units)),
         )
         engine.passes.remove()
-        engine.watchdog.stop()
         return found
 
 
@@ -113,12 +109,6 @@ def _flows(report: Mapping[str, Any]) -> dict[str, int]:
     for name, nbytes in report["sent"].items():
         found[name.partition(" ")[0]] += nbytes
     return dict(found) | dict(report["moved"])
-
-
-def _without_watchdog(config: Config | Mapping[str, Any]) -> Any:
-    if isinstance(config, Config):
-        return config.model_copy(update={"naught": config.naught.model_copy(update={"watchdog_s": 0.0})})
-    return {**config, "naught": {**config.get("naught", {}), "watchdog_s": 0}}
 
 
 def _refuse(model: nn.Module, settings: Config, world: World) -> None:

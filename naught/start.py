@@ -19,7 +19,7 @@ from naught.activation_rests import AsItIs, Split
 from naught.agreement import agree, facts_of
 from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
-from naught.comm import NOWHERE, Among, Group, Ledger, Lineup, Mean, imagined, lineup_of, local_of, make_group
+from naught.comm import Among, Group, Ledger, Lineup, Mean, lineup_of, local_of, make_group, standing
 from naught.comm.launch import find_seat
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
@@ -83,13 +83,14 @@ def initialize(
     """
     if dist_init_required or (dist_init_required is None and not comm.is_initialized() and find_seat(os.environ) is not None):
         comm.init_distributed(distributed_port=distributed_port)
+    here = standing()
     with make_group(Ledger(), torch.device(get_accelerator().current_device_name()), reduce_numel=1).together():
         settings = load(_source(args, config, config_params))
         refuse_what_is_not_there_yet(settings)
         _refuse(model, mesh_param)
         assert model is not None
         lineup = _lineup(model, settings, mesh, mpu)
-        device = device_for(model) if imagined() is None else NOWHERE
+        device = device_for(model) if here is None else here.device
         chosen = _optimizer(settings, model, optimizer, model_parameters, device)
         _refuse_rule(settings, chosen)
         rates = _rates(settings, chosen, lr_scheduler)

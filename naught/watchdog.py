@@ -30,8 +30,8 @@ _ERRORS = 2  # the system's number of the stream: Python's own may be somebody's
 
 
 class Watchdog:
-    """Knows in which phase its rank is. Once started it looks whether all ranks get on, as long as they are many and
-    `patience_s` is not 0."""
+    """Knows in which phase its rank is. Once started it looks whether all ranks get on, as long as they are many, can
+    stall, and `patience_s` is not 0."""
 
     def __init__(self, group: Group, watch: Watch, patience_s: float) -> None:
         self.group, self.watch, self.patience_s = group, watch, patience_s
@@ -42,7 +42,7 @@ class Watchdog:
         self.sentry: _Sentry | None = None  # None: nobody looks
 
     def start(self) -> None:
-        if self.group.size > 1 and self.patience_s > 0:
+        if self.group.size > 1 and self.group.stalls and self.patience_s > 0:
             self.sentry = _Sentry(self.group, self.patience_s, self.place)
             self.sentry.start()
 

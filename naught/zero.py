@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from naught import comm
 from naught.accelerator import get_accelerator
 from naught.born import Keeping, Nursery, lend, split, take_back
-from naught.comm import Group, Ledger
+from naught.comm import Ledger, make_group
 from naught.comm.launch import find_seat
 from naught.config import Config, load, placement_of
 from naught.dividing import tile_linears
@@ -109,8 +109,8 @@ class Init(AbstractContextManager["Init"]):
 def _keeping_of(settings: Config | None) -> Keeping:
     """Parts in host memory, or on disk where the configuration has parameters there."""
     accelerator = torch.device(get_accelerator().current_device_name())
-    desk = Group(Ledger(), accelerator, reduce_numel=1).desk
-    group = Group(Ledger(), desk, reduce_numel=1)
+    desk = make_group(Ledger(), accelerator, reduce_numel=1).desk
+    group = make_group(Ledger(), desk, reduce_numel=1)
     folder = None if settings is None or placement_of(settings).param.tier is not Tier.DISK else disk_folder(settings)
     if settings is None or folder is None:
         return Keeping(group, desk, lambda part: part.cpu().clone())

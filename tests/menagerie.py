@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from naught import comm
 
 # make test-gpu runs the same tests on a GPU.
 DEVICE = torch.device(os.environ.get("NAUGHT_DEVICE", "cpu"))
@@ -28,7 +29,7 @@ def batch_of(step: int, rank: int) -> Tensor:
 
 
 def my_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return comm.get_rank() if comm.is_initialized() else 0
 
 
 class Block(nn.Module):

@@ -93,7 +93,8 @@ def add_plan(commands: Any) -> None:
 
 
 _SIMULATE = """Run the engine as one rank of many that are not there, on tensors without contents: what it sends, moves and
-holds in a step, and its plan. MODEL is as for naught plan. Any other module: naught.simulation.simulate from
+holds in a step, and its plan. With --real: all ranks of a small run in this process, on CPUs and with contents, for
+debugging. MODEL is as for naught plan. Any other module: naught.simulation.simulate and naught.comm.rehearse from
 Python.
 """
 
@@ -107,8 +108,10 @@ def add_simulate(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="preset, gpt:..., count or config.json")
     _add_machine(parser)
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="which of them this one is (default 0)")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what they talk by (default nccl)")
+    parser.add_argument("--rank", type=int, metavar="N", help="which of them this one is (default 0)")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), help="what they talk by (default nccl)")
+    parser.add_argument("--real", action="store_true", help="all of them, in this process, with the numbers of a real run")
+    parser.add_argument("--steps", type=int, metavar="N", help="with --real: how many (default 3)")
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration, instead of the options below")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO (default 3)")
     parser.add_argument("--offload", choices=("none", "optimizer", "both"), default="none", help="what rests on the host")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from naught.cli.files import write_new
 from naught.cli.machines import machine_of, rates_text
+from naught.cli.rehearse import run_rehearsal
 from naught.errors import UsageError
-from naught.machine import Machine
 from naught.model_names import parse_model
 from naught.pacing import Pace, pace
 from naught.quantity import show_bytes, show_count, show_seconds
@@ -30,17 +30,21 @@ def run_simulate(options: argparse.Namespace) -> int:
     from naught.comm import World
     from naught.trainer.simulating import Batch, simulate_gpt
 
+    if options.real:
+        return run_rehearsal(options, shape, _config(options, "fp32"))
+    if options.steps is not None:
+        raise UsageError("--steps is for --real: a simulation takes one step", fix="leave it out, or add --real")
     machine = machine_of(options)[0]
-    config = _config(options, machine)
+    config = _config(options, "bf16" if machine.gpu.has_bf16 else "fp16")
     batch = Batch(int(config["train_micro_batch_size_per_gpu"]), options.seq or _SEQ, not options.keep_activations)
-    found = simulate_gpt(shape, config, World(machine.ranks, options.rank, options.backend), batch)
+    found = simulate_gpt(shape, config, World(machine.ranks, options.rank or 0, options.backend or "nccl"), batch)
     paced = pace(found.plan, found.placements, found.sizes, found.flops, machine, recomputes=batch.recomputes)
     if options.timeline:
         write_new(options.timeline, json.dumps(_trace(paced)))
     if options.json:
         print(json.dumps(_data(found) | {"seconds": paced.seconds, "busy_s": paced.busy}, indent=2))
         return 0
-    print(f"{show_count(found.numel)} parameters in {found.units} units; rank {options.rank}, one of {found.ranks} ranks\n")
+    print(f"{show_count(found.numel)} parameters in {found.units} units; rank {options.rank or 0}, one of {found.ranks} ranks\n")
     whole = found.numel * _element_bytes(config)
     rows = [(name, show_bytes(nbytes), f"{nbytes / whole:.3f}") for name, nbytes in found.sent.items() if nbytes]
     total = sum(found.sent.values())
@@ -81,7 +85,8 @@ def _element_bytes(config: dict[str, Any]) -> int:
     return 2 if any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
 
 
-def _config(options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
+def _config(options: argparse.Namespace, usual: str) -> dict[str, Any]:
+    """What `--config` says, else what the options say; `usual` is the precision where neither does."""
     micro = 1 if options.batch is None else options.batch
     if options.config:
         from naught.config import load, to_document
@@ -96,7 +101,7 @@ def _config(options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if options.offload == "both":
         zero["offload_param"] = {"device": "cpu"}
-    dtype = options.dtype or ("bf16" if machine.gpu.has_bf16 else "fp16")
+    dtype = options.dtype or usual
     precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     return {
         "train_micro_batch_size_per_gpu": micro,

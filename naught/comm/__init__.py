@@ -12,17 +12,18 @@ from torch import distributed as _torchs
 from naught.comm.among import Among
 from naught.comm.dtensors import Whole, is_dtensor, local_of
 from naught.comm.group import SAME_ORDER, Group, Mean, Waits
-from naught.comm.imagined import NOWHERE, World, imagine, imagined, make_group
+from naught.comm.imagined import World, imagine
 from naught.comm.ledger import Ledger
 from naught.comm.lineup import Lineup, lineup_of
 from naught.comm.mail import Mail
+from naught.comm.rehearsed import rehearse
+from naught.comm.standing import get_rank, get_world_size, is_initialized, make_group, standing
 from naught.comm.starting import get_local_rank, init_distributed, shares_device, shut_down
 from naught.comm.summary import log_summary
 from naught.comm.together import Together
 from naught.comm.wires import Pending
 
 __all__ = [
-    "NOWHERE",
     "SAME_ORDER",
     "Among",
     "Group",
@@ -36,16 +37,20 @@ __all__ = [
     "Whole",
     "World",
     "get_local_rank",
+    "get_rank",
+    "get_world_size",
     "imagine",
-    "imagined",
     "init_distributed",
     "is_dtensor",
+    "is_initialized",
     "lineup_of",
     "local_of",
     "log_summary",
     "make_group",
+    "rehearse",
     "shares_device",
     "shut_down",
+    "standing",
 ]
 
 

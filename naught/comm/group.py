@@ -50,6 +50,8 @@ class Group(Together):
     """Gathers flats, reduces them to their owners, and exchanges numbers. `reduce_numel` is the most that one reduce
     carries where it needs memory of its own."""
 
+    stalls = True  # a rank of it may wait for ever
+
     def __init__(
         self,
         ledger: Ledger,

@@ -5,52 +5,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from naught.comm.group import Group
 from naught.comm.ledger import Ledger
 from naught.comm.wires import Collectives, Peers, Pending, Wire
+from naught.errors import UsageError
 from naught.layout import ALIGN_NUMEL
+from naught.running import become, running
 
-__all__ = ["NOWHERE", "World", "imagine", "imagined", "make_group"]
-
-NOWHERE = torch.device("meta")
+__all__ = ["World", "imagine"]
 
 
-class World(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class World:
     """So many ranks, which of them this one is, and what they talk by."""
 
     ranks: int
     rank: int = 0
     backend: str = "nccl"
 
+    device = torch.device("meta")
 
-_NOW: list[World] = []  # at most one
+    def group(self, ledger: Ledger, device: torch.device, **options: Any) -> Group:
+        return _Imagined(self, ledger, device, **options)
+
+    def store(self) -> Store:
+        raise UsageError("ranks that are only thought of have no store", fix="save nothing in a simulation")
 
 
 @contextmanager
 def imagine(world: World) -> Iterator[None]:
     """While open, engines are made for a world that is not there."""
-    assert not _NOW, "one world at a time"
-    _NOW.append(world)
+    if running() is not None:
+        raise UsageError("this is a simulation or a rehearsal already", fix="simulate outside of it")
+    become(world)
     try:
         yield
     finally:
-        _NOW.clear()
-
-
-def imagined() -> World | None:
-    """The world that is thought of; None: ranks are what they are."""
-    return _NOW[0] if _NOW else None
-
-
-def make_group(ledger: Ledger, device: torch.device, **options: Any) -> Group:
-    """The ranks that share a model: those that are there, or those that are thought of."""
-    world = imagined()
-    return Group(ledger, device, **options) if world is None else _Imagined(world, ledger, device, **options)
+        become(None)
 
 
 class _Silent:
@@ -75,6 +73,8 @@ class _Silent:
 
 class _Imagined(Group):
     """Every other rank says what this one says."""
+
+    stalls = False
 
     def __init__(self, world: World, ledger: Ledger, device: torch.device, *, reduce_numel: int, **options: Any) -> None:
         super().__init__(ledger, device, reduce_numel=reduce_numel, **options)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from naught.comm.standing import store_of_ranks
 from naught.comm.together import Together
 from naught.errors import StorageError
 
@@ -30,7 +31,7 @@ class Mail(Together):
         self.rank, self.size, self.patience_s = rank, size, patience_s
         self.prefix, self.rounds = f"naught/mail/{name}", 0
         # The store outlives the process group of a script that ends before its mail.
-        self.store = dist.distributed_c10d._get_default_store() if size > 1 else None
+        self.store = store_of_ranks() if size > 1 else None
 
     def exchange_texts(self, text: str) -> list[str]:
         if self.store is None:

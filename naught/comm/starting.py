@@ -13,6 +13,7 @@ import torch.distributed as dist
 from naught.accelerator import get_accelerator
 from naught.comm.launch import DEFAULT_PORT, Seat, find_seat, local_ranks, number
 from naught.comm.listening import meeting_store, stay_on_this_machine
+from naught.comm.standing import is_initialized, standing
 from naught.errors import UsageError
 
 __all__ = ["get_local_rank", "init_distributed", "shares_device", "shut_down"]
@@ -39,7 +40,7 @@ def init_distributed(
     and is not read.
     """
     del config
-    if dist.is_initialized():
+    if is_initialized():
         return
     # Torch imports this later by itself, and it keeps whatever group there is then alive for ever, threads and all.
     import torch.distributed.nn.functional  # noqa: F401
@@ -149,4 +150,5 @@ atexit.register(_shut_down_at_exit)
 
 def get_local_rank() -> int:
     """Which process this is among those of its node, as its launcher counts; 0 for a process that is alone."""
-    return number(os.environ, "LOCAL_RANK", 0)
+    here = standing()
+    return number(os.environ, "LOCAL_RANK", 0) if here is None else here.rank

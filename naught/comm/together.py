@@ -46,7 +46,7 @@ class Together(ABC):
                 raise heard(rank, text)
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     if isinstance(error, NaughtError) and not isinstance(error, ConfigError):
         return json.dumps([type(error).__name__, error.what, error.where, error.fix])
     kind = "" if isinstance(error, NaughtError) else f"{type(error).__name__}: "

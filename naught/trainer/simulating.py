@@ -13,7 +13,7 @@ from naught.shapes import Transformer
 from naught.simulation import Simulated, simulate
 from naught.trainer.gpt import Gpt
 
-__all__ = ["Batch", "simulate_gpt"]
+__all__ = ["Batch", "simulate_gpt", "suited"]
 
 _VOCAB = 51_200  # of shapes that do not say, as those of the papers
 
@@ -27,9 +27,13 @@ class Batch(NamedTuple):
 
 
 def simulate_gpt(shape: Transformer, config: Mapping[str, Any], world: World, batch: Batch) -> Simulated:
-    positions = max(shape.positions, batch.seq) if shape.positions else 0
     with torch.device("meta"):
         ids = torch.zeros(batch.micro, batch.seq, dtype=torch.long)
-        model = Gpt(replace(shape, vocab=shape.vocab or _VOCAB, positions=positions))
+        model = Gpt(suited(shape, batch))
     model.checkpointing = batch.recomputes
     return simulate(model, config, world, lambda engine: engine(ids, ids))
+
+
+def suited(shape: Transformer, batch: Batch) -> Transformer:
+    """A shape with all that a module needs: a vocabulary, and as many positions as a sample has tokens."""
+    return replace(shape, vocab=shape.vocab or _VOCAB, positions=max(shape.positions, batch.seq) if shape.positions else 0)
