@@ -16,12 +16,16 @@ from torch import Tensor
 
 from naught.comm import Among
 from naught.disk_side import DiskSide
+from naught.errors import ModelError
 from naught.flat import Meter
 from naught.holding import LEAVING
 from naught.spill import Room, Stored
 from naught.streams import Lane, Point, here
 
 __all__ = ["AsItIs", "OnDevice", "OnDisk", "OnHost", "Rest", "Resting", "Split"]
+
+
+_ALIGN = 256  # bytes, of which rooms have a multiple, so that they can hold any type
 
 
 class Resting(Protocol):
@@ -76,6 +80,7 @@ class _Rooms:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> Room:
+        nbytes = -(-nbytes // _ALIGN) * _ALIGN
         while self.returned:
             insort(self.free, self.returned.popleft(), key=_size)
         at = bisect_left(self.free, nbytes, key=_size)
@@ -133,9 +138,10 @@ class OnDevice:
 
     def put(self, flat: Tensor) -> Resting:
         if self.ahead:
-            side_by_side = self._make(flat.nbytes * self.ahead)
-            self.rooms.count(flat.nbytes * self.ahead)
-            for room in torch.split(side_by_side.elements, flat.nbytes):
+            each = -(-flat.nbytes // _ALIGN) * _ALIGN
+            side_by_side = self._make(each * self.ahead)
+            self.rooms.count(each * self.ahead)
+            for room in torch.split(side_by_side.elements, each):
                 self.rooms.give_back(Room(memoryview(b""), room))
             self.ahead = 0
         return _InRoom(self.rooms, self.rooms.take(flat.nbytes), flat)
@@ -152,13 +158,24 @@ class _Lanes:
         make = partial(Room.make, register=device.type == "cuda")
         self.rooms = _Rooms(make, meter, "host activations", self._come_to_rest)
         self.leaving: deque[tuple[Tensor, Point]] = deque()
+        # What was asked for and never taken, when nobody can want it any more: as it comes, in whichever thread that is.
+        self.unwanted: deque[tuple[Tensor, Point, Room]] = deque()
 
     def _come_to_rest(self) -> None:
         """Nothing is copied to or from any room."""
         for point in (here(self.device), self.down.point(), self.up.point()):
             point.wait()
 
+    def _let_go(self) -> None:
+        """From here on, in the device's own order, others may have the memory of what nobody has taken."""
+        while self.unwanted:
+            into, there, room = self.unwanted.popleft()
+            there.hold(self.device)
+            del into
+            self.rooms.give_back(room)
+
     def send(self, flat: Tensor, room: Room) -> Point:
+        self._let_go()
         self.meter.move("activations to the host", flat.nbytes)
         self.down.follow(here(self.device))
         with self.down.open():
@@ -170,6 +187,7 @@ class _Lanes:
         return arrived
 
     def bring(self, room: Room, numel: int, dtype: torch.dtype, after: Point) -> tuple[Tensor, Point]:
+        self._let_go()
         while self.leaving:  # a backward has begun: those that left last are there
             self.leaving.popleft()[1].hold(self.device)
         into = torch.empty(numel, dtype=dtype, device=self.device)
@@ -179,6 +197,12 @@ class _Lanes:
         with self.up.open():
             into.copy_(room.of(numel, dtype), non_blocking=True)
         return into, self.up.point()
+
+    def close(self) -> None:
+        self._come_to_rest()
+        self.leaving.clear()
+        self.unwanted.clear()
+        self.rooms.close()
 
 
 class OnHost:
@@ -192,8 +216,7 @@ class OnHost:
         return _OnHost(self.lanes, room, flat, self.lanes.send(flat, room))
 
     def close(self) -> None:
-        self.lanes.leaving.clear()
-        self.lanes.rooms.close()
+        self.lanes.close()
 
 
 class _OnHost:
@@ -214,11 +237,11 @@ class _OnHost:
 
 
 def _leave_host(lanes: _Lanes, room: Room, coming: list[tuple[Tensor, Point]]) -> None:
-    """Nobody can want it any more. If it was asked for and never taken, its memory on the device is nobody's once it is there."""
-    while coming:
-        coming[-1][1].hold(lanes.device)
-        coming.pop()
-    lanes.rooms.give_back(room)
+    """Nobody can want it any more."""
+    if coming:
+        lanes.unwanted.append((*coming.pop(), room))
+    else:
+        lanes.rooms.give_back(room)
 
 
 class OnDisk:
@@ -267,8 +290,7 @@ class OnDisk:
     def close(self) -> None:
         wait(self.writing)
         self.disk.close()
-        self.lanes.leaving.clear()
-        self.lanes.rooms.close()
+        self.lanes.close()
 
 
 class _OnDisk:
@@ -291,10 +313,18 @@ class _OnDisk:
 def _leave_disk(rooms: _Rooms, stored: Stored, written: Future[None], reading: list[tuple[Room, Future[None]]]) -> None:
     """Its place in the file is for another once nobody writes to it or reads from it any more; so is the room of who asked for it
     and never took it."""
-    wait([written, *(over for _, over in reading)])
-    for room, _ in reading:
-        rooms.give_back(room)
-    stored.give_back()
+    under_way = [written, *(over for _, over in reading)]
+    left = deque(under_way)
+
+    def over(_: Future[None]) -> None:
+        left.pop()
+        if not left:
+            for room, _ in reading:
+                rooms.give_back(room)
+            stored.give_back()
+
+    for future in under_way:
+        future.add_done_callback(over)  # not a wait: the thread that lets go may be the one that is to write
 
 
 class Split:
@@ -303,20 +333,33 @@ class Split:
 
     def __init__(self, inner: Rest, among: Among) -> None:
         self.inner, self.among = inner, among
+        self.known = False  # that all have the same, as far as the first pass has shown
 
     def put(self, flat: Tensor) -> Resting:
+        if not self.known:
+            self._refuse_differences(flat)
         rank, each = self.among.rank, -(-flat.numel() // self.among.size)
         mine = flat[rank * each : (rank + 1) * each]
         part = flat.new_zeros(each)
         part[: mine.numel()].copy_(mine)
-        return _Part(self.among, self.inner.put(part), flat.numel())
+        return _Part(self, self.inner.put(part), flat.numel())
+
+    def _refuse_differences(self, flat: Tensor) -> None:
+        """What is put together of different tensors would be neither."""
+        sums = self.among.gather(torch.stack([flat.double().sum(), flat.double().abs().sum()]), "comparison").view(-1, 2)
+        if not bool((sums == sums[0]).all()):
+            raise ModelError(
+                f"a checkpoint of {flat.numel()} elements is not the same on the ranks that have a model together",
+                where="activation_checkpointing.partition_activations",
+                fix="leave it out where blocks are given parts of a sequence, or a mask of a rank's own",
+            )
 
     def close(self) -> None:
         self.inner.close()
 
 
 class _Part(NamedTuple):
-    among: Among
+    split: Split
     part: Resting
     numel: int
 
@@ -324,4 +367,5 @@ class _Part(NamedTuple):
         self.part.ask()
 
     def back(self) -> Tensor:
-        return self.among.gather(self.part.back(), "activations")[: self.numel]
+        self.split.known = True
+        return self.split.among.gather(self.part.back(), "activations")[: self.numel]

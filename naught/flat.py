@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +52,7 @@ class Flat:
     """A buffer with the slots and slices of a layout. While freed, its tensors keep their shapes and must not be read."""
 
     def __init__(
-        self, layout: Layout, dtype: torch.dtype, device: torch.device, *, category: str, meter: Meter, pool: Pool
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, *, category: str, meter: Meter, pool: Pool | None
     ) -> None:
         self.tensor = torch.empty(layout.numel, dtype=dtype, device=device)
         self.slots = [self.tensor[slot.span.start : slot.span.stop].view(slot.shape) for slot in layout.slots]
@@ -65,7 +66,7 @@ class Flat:
 
     def alloc(self) -> None:
         if not self.allocated:
-            with self.pool.open():
+            with nullcontext() if self.pool is None else self.pool.open():
                 self.storage.resize_(self.nbytes)
             self.allocated = True
             self.meter.change(self.category, self.nbytes)

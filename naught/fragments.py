@@ -17,6 +17,7 @@ from naught.comm import Group
 from naught.engine import Engine, engines
 from naught.errors import UsageError
 from naught.layout import Span, intersect
+from naught.local_parts import part_of
 from naught.segment import Segment
 
 __all__ = [
@@ -117,6 +118,7 @@ class _Home(NamedTuple):
 
 
 def _home_of(param: nn.Parameter, *, writes: bool = False) -> _Home:
+    param = part_of(param)
     engine = engines.owner_of(param)
     if engine is None:
         raise UsageError("the parameter belongs to no engine", fix="call naught.initialize with its model first")

@@ -109,7 +109,8 @@ class Gradients:
         placement, group = home.placement, home.group
         self.params, self.placement, self.group, self.share = list(params), placement, group, home.share
         category = Buffer.GRAD_FLATS if placement.sums_leave else Buffer.WHOLE_GRADS
-        self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=home.meter, pool=home.pool)
+        pool = home.pool if placement.sums_leave else None
+        self.flat = Flat(layout, types.flat, self.params[0].device, category=category, meter=home.meter, pool=pool)
         self.shard = slice(*layout.shard(group.part))
         self.content = Content.NOTHING
         self.filled = [False] * len(self.params)  # in the flat

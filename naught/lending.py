@@ -28,8 +28,9 @@ class Lending:
         """While open, the units of these parameters, or all, are whole and the user's. What the writer's rank has written
         is kept; without one, all ranks must write the same. What is lent already stays so."""
         wanted = self._wanted(params)
-        if writer is not None and not 0 <= writer < self.schedule.group.parts:
-            raise UsageError(f"there is no rank {writer}", fix=f"ranks go from 0 to {self.schedule.group.parts - 1}")
+        if writer is not None and not 0 <= writer < self.schedule.group.size:
+            raise UsageError(f"there is no rank {writer}", fix=f"ranks go from 0 to {self.schedule.group.size - 1}")
+        source = None if writer is None else self.schedule.group.seat_of(writer)
         units = [unit for unit in wanted if unit.name not in self.lent]
         fault = tampered(units)
         gathers = any(unit.placement.param.split or not unit.present for unit in units)
@@ -53,9 +54,9 @@ class Lending:
             yield
         finally:
             self.lent -= mine
-            if writer is not None:
+            if source is not None:
                 for unit in wanted:
-                    unit.spread(writer)
+                    unit.spread(source)
             for unit in units:
                 unit.take_back()
             for unit in held:  # a pass that is still open counts on them

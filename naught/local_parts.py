@@ -14,17 +14,35 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from naught.comm import Lineup, Whole, is_dtensor, local_of
-from naught.errors import ModelError, UsageError
+from naught.errors import ModelError
 from naught.within import Within
 
-__all__ = ["has_dtensors", "is_repeated", "localize", "parts_within", "put_back"]
+__all__ = ["has_dtensors", "is_repeated", "localize", "part_of", "parts_within", "put_back", "refuse_parts"]
 
 _WHOLES = "_naught_wholes"  # of a module: what its parameters are of, by their short names
 _MARKS = ("tensor_model_parallel", "model_parallel")  # of a parameter that was cut by hand
 
 
 def has_dtensors(model: nn.Module) -> bool:
-    return any(map(is_dtensor, model.parameters()))
+    return any(map(is_dtensor, model.parameters())) or any(hasattr(module, _WHOLES) for module in model.modules())
+
+
+def refuse_parts(model: nn.Module, lineup: Lineup) -> None:
+    """Before anything changes: what cannot be trained in parts."""
+    cut = False
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if is_dtensor(param):
+            cut = _whole_of(param, name, lineup).dim is not None or cut
+        elif any(getattr(param, mark, False) for mark in _MARKS):
+            cut = _dim_by_hand(param, name) >= 0
+    for name, buffer in model.named_buffers():
+        if is_dtensor(buffer):
+            raise ModelError(f'buffer "{name}" is a DTensor', fix="keep it out of the modules that are parallelized")
+    if not cut:
+        raise ModelError(
+            "several ranks are to have a model together, and no parameter is cut",
+            fix="parallelize the model first, or leave mesh and mpu out",
+        )
 
 
 def localize(model: nn.Module, lineup: Lineup) -> dict[nn.Parameter, list[nn.Parameter]]:
@@ -72,12 +90,19 @@ def _seeing(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
         def get(module: nn.Module) -> Tensor:
             part = module._parameters[name]
             assert part is not None
-            return cast(Whole, getattr(module, _WHOLES)[name]).of(part)
+            whole = cast(Whole, getattr(module, _WHOLES)[name]).of(part)
+            whole.naught_part = part  # type: ignore[attr-defined]  # for whoever is given it instead of the parameter
+            return whole
 
         return property(get)
 
     members: dict[str, Any] = {name: seen(name) for name in names}
     return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def part_of(tensor: nn.Parameter) -> nn.Parameter:
+    """The parameter that this is, or was made of."""
+    return cast(nn.Parameter, getattr(tensor, "naught_part", tensor))
 
 
 def put_back(model: nn.Module) -> None:
@@ -127,8 +152,13 @@ def parts_within(model: nn.Module, lineup: Lineup | None) -> dict[str, Within]:
 def _dim_by_hand(param: nn.Parameter, name: str) -> int:
     dim = getattr(param, "partition_dim", None)
     if not isinstance(dim, int) or not 0 <= dim < param.ndim:
-        raise UsageError(
-            f'"{name}" is cut by hand, and nobody says along which dimension: it cannot be put together',
+        raise ModelError(
+            f'"{name}" is cut by hand, and nobody says along which dimension: it could not be put together',
             fix="set partition_dim of the parameter, as Megatron's layers do",
+        )
+    if getattr(param, "partition_stride", 1) != 1:
+        raise ModelError(
+            f'"{name}" is cut with a partition_stride of {param.partition_stride}: it could not be put together',  # type: ignore[attr-defined]
+            fix="cut each of the matrices that it consists of by itself",
         )
     return dim

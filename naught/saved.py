@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from naught.activation_rests import Rest, Resting
+from naught.comm import is_dtensor
 
 __all__ = ["Saves"]
 
@@ -53,6 +54,8 @@ class Saves:
     def _goes(self, tensor: Tensor) -> bool:
         """Weights stay, and what is a part of them: an engine moves those itself."""
         if tensor.nbytes < _LEAST_BYTES or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+            return False
+        if is_dtensor(tensor):  # whose part, and whether it is a weight's, torch knows
             return False
         if self.everything:
             return not isinstance(tensor._base, nn.Parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from naught.accelerator import get_accelerator
 from naught.accumulation import Accumulation
 from naught.activation_rests import AsItIs, Split
 from naught.agreement import agree, facts_of
+from naught.born import splits
 from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
 from naught.comm import Among, Group, Ledger, Lineup, Mean, lineup_of, local_of, make_group, standing
@@ -27,7 +28,7 @@ from naught.devices import device_for, keep_freed_pages, limit_memory
 from naught.dividing import divide, replace_in_groups
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
-from naught.local_parts import has_dtensors, localize
+from naught.local_parts import has_dtensors, localize, put_back, refuse_parts
 from naught.membership import Membership
 from naught.observing import Observer
 from naught.optimizer import Groups, Hand, Optimizer, groups_of, optimizer_of
@@ -102,25 +103,27 @@ def initialize(
     if settings.naught.tiles > 1:
         replace_in_groups(membership.groups, divide(model, settings.naught.tiles))
         membership = Membership(model, membership.groups)
-    if lineup is not None:
-        with group.together():
+    with ExitStack() as undo:  # if this fails the model is what it was
+        if lineup is not None:
+            undo.callback(put_back, model)
             replace_in_groups(membership.groups, localize(model, lineup))
             membership = Membership(model, membership.groups)
-    with group.together():
-        batch = derive_batch(settings, group.parts)
-        observer = Observer(settings, watch, group.rank)
-        loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
-    accumulation = Accumulation(
-        batch, group.parts, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
-    )
-    passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen))
-    limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
-    _reserve_on_disk(passes, chosen)
-    stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
-    engine = Engine(model, settings, accumulation, passes, stepping, observer, _saves(settings, watch, lineup))
-    engine.training_dataloader = loader
-    engine.watchdog.start()
-    return Started(engine, chosen, loader, rates)
+        with group.together():
+            batch = derive_batch(settings, group.parts)
+            observer = Observer(settings, watch, group.rank)
+            loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
+        accumulation = Accumulation(
+            batch, group.parts, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
+        )
+        passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen))
+        limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
+        _reserve_on_disk(passes, chosen)
+        stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
+        engine = Engine(model, settings, accumulation, passes, stepping, observer, _saves(settings, watch, lineup))
+        engine.training_dataloader = loader
+        engine.watchdog.start()
+        undo.pop_all()
+        return Started(engine, chosen, loader, rates)
 
 
 def _saves(settings: Config, watch: Watch, lineup: Lineup | None) -> Saves | None:
@@ -243,8 +246,18 @@ def _lineup(model: nn.Module, settings: Config, mesh: Any, mpu: Any) -> Lineup |
             "the model's parameters are DTensors, and nobody says which ranks have a model together",
             fix='give mesh=init_device_mesh("cuda", (data, model), mesh_dim_names=("dp", "tp"))',
         )
-    if lineup is not None and settings.naught.tiles > 1:
+    if lineup is None:
+        return None
+    refuse_parts(model, lineup)
+    if any(splits(param) for param in model.parameters()):
+        raise UsageError("the model was split over all ranks while it was built", fix="build it without zero.Init")
+    if settings.naught.tiles > 1:
         raise UsageError("layers that several ranks have together are not divided into tiles", fix="leave naught.tiles out")
+    if settings.activation_checkpointing.partition_activations and settings.naught.saved_tensors == "all":
+        raise UsageError(
+            "all that autograd saves is not the same on ranks that have a model together, and cannot be split over them",
+            fix="leave saved_tensors or partition_activations out",
+        )
     return lineup
 
 

@@ -77,7 +77,7 @@ class States:
         whole = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         for slot, weight in zip(self.layout.slots, weights, strict=True):
             whole[slot.span.start : slot.span.stop].copy_(weight.reshape(-1))
-        group.spread_first(whole, repeated=repeated)
+        group.spread_whole(whole, repeated=repeated)
         return whole[self.owned.start : self.owned.stop]
 
     def keep_masters(self, masters: Tensor) -> None:

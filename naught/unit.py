@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from naught.comm import Pending
+from naught.comm import Pending, Seat
 from naught.placement import Placement
 from naught.segment import Segment
 from naught.steps import UnitBytes
@@ -126,7 +126,7 @@ class Unit:
         for segment in self.segments:
             segment.forget_loan()
 
-    def spread(self, writer: int) -> None:
+    def spread(self, writer: Seat) -> None:
         """Give every rank the copies that one has written to."""
         for segment in self.segments:
             segment.weights.spread(writer)

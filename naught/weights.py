@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from naught.comm import Seat
 from naught.disk_side import DiskSide
 from naught.errors import UsageError
 from naught.flat import Flat
@@ -42,9 +43,8 @@ class Weights:
         self.rounds, self.repeated = types.rounds, types.repeated
         # A rank alone would keep a copy of all of it: where that rests on the device, the flat itself is the shard.
         self.stays = not split or (group.parts == 1 and isinstance(shelf, DeviceShelf))
-        self.flat = Flat(
-            layout, dtype, device, category="weights" if self.stays else Buffer.GATHERED, meter=home.meter, pool=home.pool
-        )
+        category, pool = ("weights", None) if self.stays else (Buffer.GATHERED, home.pool)
+        self.flat = Flat(layout, dtype, device, category=category, meter=home.meter, pool=pool)
         self.shard: Tensor | None = self.flat.slices[group.part]
         self.stored: Stored | None = None  # the slice, on disk
         self.bound = False  # the parameters are views of the flat
@@ -79,7 +79,7 @@ class Weights:
         self.flat.clear_gaps()
         for param, view in zip(self.params, self.flat.slots, strict=True):
             self.rounds(view, param.data.to(view.device))
-        self.group.spread_first(self.flat.tensor, repeated=self.repeated)
+        self.group.spread_whole(self.flat.tensor, repeated=self.repeated)
         self.bind()
 
     def open(self) -> Tensor:
@@ -117,11 +117,11 @@ class Weights:
             if not self.stays:
                 self.flat.free()
 
-    def spread(self, writer: int) -> None:
+    def spread(self, writer: Seat) -> None:
         """Make lent copies what one rank has made of its own."""
         for param in self.params:
             whole = param.data.contiguous()
-            self.group.spread(whole, writer)
+            self.group.spread_whole(whole, writer, repeated=self.repeated)
             if whole.data_ptr() != param.data_ptr():
                 param.data.copy_(whole)
 

@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from naught.layout import Span
-
-__all__ = ["Within"]
+__all__ = ["Strip", "Within"]
 
 
 class Within(NamedTuple):
@@ -29,12 +27,26 @@ class Within(NamedTuple):
         extent = shape[dim] // count
         return cls(name, index * extent * inner, shape, extent * inner, shape[dim] * inner)
 
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Where this parameter's elements from one to another lie."""
-        row, at = self.row or max(stop, 1), start
+    def strips(self, start: int, stop: int) -> Iterator[Strip]:
+        """Where this parameter's elements from one to another lie: a part of a row, whole rows, and a part of one."""
+        at = start
         while at < stop:
-            line, column = divmod(at, row)
-            count = min(stop - at, row - column)
-            begin = self.first + line * self.stride + column
-            yield Span(begin, begin + count)
-            at += count
+            line, column = divmod(at, self.row) if self.row else (0, at)
+            left = self.row - column if self.row else stop - at
+            whole = (stop - at) // self.row if self.row and not column else 0
+            first = self.first + line * self.stride + column
+            if whole > 1:
+                yield Strip(first, whole * self.row, self.row, self.stride)
+                at += whole * self.row
+            else:
+                yield Strip(first, min(stop - at, left))
+                at += min(stop - at, left)
+
+
+class Strip(NamedTuple):
+    """So many elements from one on, one behind the other, or in rows with a stride between where they begin."""
+
+    first: int
+    numel: int
+    row: int = 0
+    stride: int = 0

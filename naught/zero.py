@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from naught import comm
 from naught.accelerator import get_accelerator
 from naught.born import Keeping, Nursery, lend, split, take_back
-from naught.comm import Ledger, make_group
+from naught.comm import Ledger, lineup_of, make_group
 from naught.comm.launch import find_seat
 from naught.config import Config, load, placement_of
 from naught.dividing import tile_linears
 from naught.engine import Engine, engines
+from naught.errors import UsageError
 from naught.flat import Meter
 from naught.hints import register_external_parameter, unregister_external_parameter
+from naught.local_parts import part_of
 from naught.needs import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -83,7 +85,11 @@ class Init(AbstractContextManager["Init"]):
         window_bytes: int = _WINDOW_BYTES,
         **_: Any,
     ) -> None:
-        del data_parallel_group, mem_efficient_linear, remote_device, pin_memory, dtype, mpu
+        del data_parallel_group, mem_efficient_linear, remote_device, pin_memory, dtype
+        if enabled and lineup_of(None, mpu) is not None:
+            raise UsageError(
+                "a model that several ranks have together is not split while it is built", fix="build it without Init"
+            )
         source = config_dict_or_path if config_dict_or_path is not None else config
         self.nursery: Nursery | None = None  # None: models are built as ever
         if not enabled:
@@ -153,9 +159,9 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def _listed(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    if isinstance(params, nn.Parameter):
-        return [params]
-    return list(params.parameters() if isinstance(params, nn.Module) else params)
+    if isinstance(params, Tensor):
+        return [part_of(cast(nn.Parameter, params))]
+    return [part_of(param) for param in (params.parameters() if isinstance(params, nn.Module) else params)]
 
 
 def _engines_of(params: Iterable[nn.Parameter]) -> list[Engine]:

@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training import HYPER, _clip, config_of, digest
 
-from naught import initialize
+from naught import initialize, zero
+from naught.checkpoints import Piece
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
+from naught.fragments import safe_get_full_fp32_param
 from naught.within import Within
 
 WIDTH, HEADS, TOKENS, LAYERS, WORDS = 64, 4, 128, 3, 96
@@ -384,6 +386,23 @@ def refused(how: str) -> str:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     elif how == "mpu":
         options = {"mpu": object()}
+    elif how == "hybrid":
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "shard"))
+    elif how == "whole":
+        model = Model()
+    elif how == "dim":
+        model = Row(ByHand(mesh["tp"].get_group()))
+        del model.blocks[0].up.weight.partition_dim
+        options = {"mpu": Mpu()}
+    elif how == "init":
+        with zero.Init():
+            model = Row(ByHand(mesh["tp"].get_group()))
+        for layer, dim in ((model.blocks[0].up, 0), (model.blocks[0].down, 1)):
+            layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, dim
+        options = {"mpu": Mpu()}
+    elif how == "all":
+        block = {"partition_activations": True}
+        options["more"] = {"activation_checkpointing": block, "naught": {"activations": "host", "saved_tensors": "all"}}
     more = options.pop("more", None)
     with pytest.raises((UsageError, ModelError)) as error:
         initialize(model=model, config=config_of(3, more=more), **options)
@@ -400,6 +419,11 @@ def refused(how: str) -> str:
         ("tiles", "not divided into tiles"),
         ("uneven", "cannot be cut into 2 equal parts along dimension 0"),
         ("mpu", "get_model_parallel_group"),
+        ("hybrid", 'dimensions "dp", "shard"'),
+        ("whole", "no parameter is cut"),
+        ("dim", "nobody says along which dimension"),
+        ("init", "split over all ranks while it was built"),
+        ("all", "cannot be split over them"),
     ],
 )
 def test_mistakes_are_told_on_every_rank(worlds, how, said):
@@ -413,8 +437,8 @@ def fails_on_one(stage: int) -> str:
     loss = engine(batch(0, part))
     engine.backward(loss)
     if dist.get_rank() == 1:
-        engine.module.blocks[0].up._parameters["bias"].grad = None
-        engine.schedule.group.fault = '["UsageError", "a rank alone", "", ""]'
+        with engine.schedule.group.noting():
+            raise UsageError("a rank alone")
     with pytest.raises(UsageError) as error:
         engine.step()
     engine.destroy()
@@ -426,6 +450,120 @@ def test_a_fault_of_one_rank_is_told_to_those_that_have_the_model_with_it_and_to
         assert "a rank alone" in story
 
 
+def write(stage: int) -> tuple[list[float], list[float], list[bool]]:
+    """One rank writes what all have; and each part is written by the ranks that have it beside the writer."""
+    engine = start(stage)
+    words, up = engine.module.words.weight, engine.module.blocks[0].up
+    with zero.GatheredParameters([words, up.weight], modifier_rank=3):
+        if dist.get_rank() == 3:
+            words.data.fill_(0.5)
+        if dist.get_rank() in (2, 3):  # the second half of the data-parallel ranks
+            engine.module.blocks[0].up._parameters["weight"].data.fill_(float(dist.get_rank()))
+    with engine.gathered():
+        seen = [words.unique().tolist(), up._parameters["weight"].unique().tolist()]
+    whole = safe_get_full_fp32_param(up.weight)
+    take_steps(engine, mesh_of(2, 2)["dp"].get_local_rank(), 1)
+    engine.destroy()
+    return *seen, (whole == seen[1][0]).flatten().unique().tolist()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_rank_writes_is_kept_by_all_that_have_it(worlds, stage):
+    found = worlds[4].run(write, stage)
+    assert [words for words, _, _ in found] == [[0.5]] * 4
+    assert [part for _, part, _ in found] == [[2.0], [3.0]] * 2
+    assert all(same == [True] for _, _, same in found)
+
+
+def draw_after(folder: str, data: int, model: int) -> float:
+    mesh = mesh_of(data, model)
+    options = {"mesh": mesh} if model > 1 else {}
+    torch.manual_seed(dist.get_rank())
+    net = cut(mesh) if model > 1 else Model()
+    engine = initialize(model=net, config=config_of(1), **options)[0]
+    torch.manual_seed(100 + mesh["dp"].get_local_rank())
+    if not Path(folder).exists() or not any(Path(folder).iterdir()):
+        dist.barrier()
+        engine.save_checkpoint(folder, "first")
+    engine.load_checkpoint(folder, "first")
+    engine.destroy()
+    return torch.rand(1).item()
+
+
+def test_random_numbers_of_another_cut_are_not_taken_for_ones_own(worlds, tmp_path):
+    """Ranks that have a model together must draw alike, for all of them compute what is not cut."""
+    whole = worlds[4].run(draw_after, str(tmp_path / "x"), 4, 1)
+    assert len(set(whole)) == 4
+    first, second, third, fourth = worlds[4].run(draw_after, str(tmp_path / "x"), 2, 2)
+    assert (first, third) == (second, fourth)
+    assert first != third
+
+
+class OwnInputs(Model):
+    """Blocks that are given what each rank has for itself."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) * (1 + dist.get_rank())
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def partition_what_differs() -> str:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    model = OwnInputs()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        block.mixed = nn.Linear(WIDTH, 3 * WIDTH)
+    more = {"activation_checkpointing": {"partition_activations": True}}
+    engine = initialize(model=model, config=config_of(1, more=more), mesh=mesh)[0]
+    with pytest.raises(ModelError) as error:
+        engine(batch(0, 0))
+    engine.destroy()
+    return str(error.value)
+
+
+def test_only_what_is_the_same_is_split(worlds):
+    for story in worlds[4].run(partition_what_differs):
+        assert "is not the same on the ranks that have a model together" in story
+
+
+def train_otherwise(kind: str, folder: str = "") -> tuple[list[float], str]:
+    """Norms of parts of a sequence, 16 bits, one data-parallel rank, states on disk."""
+    mesh = mesh_of(1, 2) if kind.startswith("alone") else mesh_of(2, 2)
+    model = cut(mesh)
+    if kind == "sequence":
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"norm": SequenceParallel(), "norm2": SequenceParallel()})
+    more = {"bf16": {"enabled": True}} if kind == "bf16" else {}
+    place = {"device": "nvme", "nvme_path": folder}
+    places = {"offload_param": place, "offload_optimizer": place} if folder else {}
+    config = config_of(3 if folder else 1, accumulation=2, more=more, **places)
+    engine = initialize(model=model, config=config, mesh=mesh)[0]
+    losses = take_steps(engine, mesh["dp"].get_local_rank(), 4)[0]
+    engine.destroy()
+    return losses, digest_of(model)
+
+
+def test_one_data_parallel_rank_trains_from_disk_as_from_memory(worlds, tmp_path):
+    assert worlds[2].run(train_otherwise, "alone") == worlds[2].run(train_otherwise, "alone", str(tmp_path))
+
+
+def test_sixteen_bits_and_micro_batches(worlds):
+    found = worlds[4].run(train_otherwise, "bf16")
+    assert len({weights for _, weights in found}) == 1
+    assert found[0][0][-1] < found[0][0][0]
+
+
+def test_gradients_of_which_every_rank_has_a_summand_are_summed(worlds):
+    """A norm over a part of a sequence has a part of its gradient: with it training is what it is without, but for rounding."""
+    plain, parts = worlds[4].run(train_otherwise, "plain"), worlds[4].run(train_otherwise, "sequence")
+    assert len({weights for _, weights in parts}) == 1
+    for (losses, _), (others, _) in zip(plain, parts, strict=True):
+        assert losses == pytest.approx(others, rel=1e-4)
+
+
 def test_where_the_elements_of_a_part_lie():
     whole = torch.arange(4 * 6 * 5).reshape(4, 6, 5)
     for dim, count in ((0, 2), (1, 3), (2, 5)):
@@ -433,5 +571,9 @@ def test_where_the_elements_of_a_part_lie():
             part = whole.chunk(count, dim)[index].flatten()
             within = Within.cut("x", tuple(whole.shape), dim, index, count)
             for start_, stop in ((0, part.numel()), (3, part.numel() - 2), (5, 6)):
-                found = torch.cat([whole.flatten()[slice(*span)] for span in within.spans(start_, stop)])
+                strips = list(within.strips(start_, stop))
+                pieces = [Piece(param="x", first=a, count=b, at=0, row=c, stride=d) for a, b, c, d in strips]
+                lines = [line for piece in pieces for line in piece.lines()]
+                found = torch.cat([whole.flatten()[line.first : line.first + line.numel] for line in lines])
                 assert torch.equal(found, part[start_:stop])
+                assert len(pieces) <= 3

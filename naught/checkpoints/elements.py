@@ -35,8 +35,9 @@ def locate(tables: Sequence[Table]) -> Mapping[tuple[str, str], list[Located]]:
     for table in tables:
         for run in table.runs:
             for piece in run.pieces:
-                start = run.start + SIZES[run.dtype] * piece.at
-                found[run.kind, piece.param].append(Located(piece.first, piece.count, table.rank, start, run.dtype))
+                for first, count, at in piece.lines():
+                    start = run.start + SIZES[run.dtype] * at
+                    found[run.kind, piece.param].append(Located(first, count, table.rank, start, run.dtype))
     for located in found.values():
         located.sort()
     return found

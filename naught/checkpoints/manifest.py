@@ -8,9 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from naught.checkpoints.shard import CHUNK_BYTES, SIZES
 from naught.errors import CheckpointDamaged, CheckpointError
@@ -36,12 +46,47 @@ class _Record(BaseModel):
 
 
 class Piece(_Record):
-    """Elements of a parameter, from one of its elements on, at a place in a run."""
+    """Elements of a parameter, from one of its elements on, at a place in a run. They follow one another in the parameter, too;
+    or there they lie in rows of so many, each a stride behind the last: a part of a matrix is one piece, whatever its rows."""
 
     param: _Name
     first: _Size
     count: Annotated[int, Field(gt=0, lt=2**62)]
     at: _Size
+    row: _Size = 0  # 0: all in one
+    stride: _Size = 0
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, as_usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = as_usual(self)
+        return found if self.row else {name: value for name, value in found.items() if name not in ("row", "stride")}
+
+    @model_validator(mode="after")
+    def _rows_lie_apart(self) -> Piece:
+        if self.row and (self.count % self.row or self.stride < self.row):
+            raise ValueError(
+                f'{self.count} elements of "{self.param}" are not rows of {self.row}, each {self.stride} behind the last'
+            )
+        return self
+
+    @property
+    def stop(self) -> int:
+        """Behind the last of them in the parameter."""
+        return self.first + self.count if not self.row else self.first + (self.count // self.row - 1) * self.stride + self.row
+
+    def lines(self) -> Iterator[Line]:
+        """Neighbours in the parameter as well."""
+        each = self.row or self.count
+        for number in range(self.count // each):
+            yield Line(self.first + number * self.stride, each, self.at + number * each)
+
+
+class Line(NamedTuple):
+    """From an element of a parameter on, so many, at a place in a run."""
+
+    first: int
+    numel: int
+    at: int
 
 
 class Run(_Record):

@@ -116,7 +116,7 @@ class Store:
         for run in runs:
             for piece in run.pieces:
                 param = saved.manifest.params.get(piece.param)
-                if param is None or piece.first + piece.count > param.numel:
+                if param is None or piece.stop > param.numel:
                     raise CheckpointDamaged(
                         f'{path} has elements of "{piece.param}" that it cannot have', fix="load another checkpoint"
                     )

@@ -14,7 +14,7 @@ from naught.comm.dtensors import Whole, is_dtensor, local_of
 from naught.comm.group import SAME_ORDER, Group, Mean, Waits
 from naught.comm.imagined import World, imagine
 from naught.comm.ledger import Ledger
-from naught.comm.lineup import Lineup, lineup_of
+from naught.comm.lineup import Lineup, Seat, lineup_of
 from naught.comm.mail import Mail
 from naught.comm.rehearsed import rehearse
 from naught.comm.standing import get_rank, get_world_size, is_initialized, make_group, standing
@@ -32,6 +32,7 @@ __all__ = [
     "Mail",
     "Mean",
     "Pending",
+    "Seat",
     "Together",
     "Waits",
     "Whole",

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from naught.comm.ledger import Call, Ledger, Waiting
-from naught.comm.lineup import Lineup
+from naught.comm.lineup import Lineup, Seat
 from naught.comm.together import Together, heard, told
 from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
 from naught.errors import NaughtError, ScheduleError, UsageError
@@ -84,7 +85,7 @@ class Group(Together):
     @property
     def parts(self) -> int:
         """Over how many ranks states are split."""
-        return self.size if self.lineup is None else len(self.lineup.sharers)
+        return self.size if self.lineup is None else self.lineup.parts
 
     @property
     def counts_for_all(self) -> bool:
@@ -121,17 +122,21 @@ class Group(Together):
         """Fill a flat in which every rank has put its own slice, or will have once it has waited for its own."""
         call = self.ledger.add("all-gather", unit, (self.parts - 1) * slices[self.part].nbytes)
         if own is not None and self.parts == 1:
-            return Pending(then=own.wait)
+            return Pending(then=own.wait if self.size == 1 else partial(self._bring, own, slices[0]))
         if own is not None:
-            with self.noting():
-                try:
-                    own.wait()
-                except Exception:
-                    slices[self.part].fill_(float("nan"))  # nobody takes it for weights
-                    raise
+            self._bring(own, slices[self.part])
         with self._inside(call):
             under_way = self.wire.gather(flat, slices)
         return self._timed(call, under_way)
+
+    def _bring(self, own: Waits, mine: Tensor) -> None:
+        """Wait for this rank's slice. That it was lost the others are told later: meanwhile nobody takes it for weights."""
+        with self.noting():
+            try:
+                own.wait()
+            except Exception:
+                mine.fill_(float("nan"))
+                raise
 
     def reduce(self, flat: Tensor, slices: Sequence[Tensor], unit: str) -> Pending:
         """Take the mean of all ranks' flats (or their sum); after the wait this rank's slice holds its slice of it."""
@@ -166,27 +171,39 @@ class Group(Together):
             with self._inside(self.ledger.add("broadcast", "", flat.nbytes if self.part == source else 0)):
                 dist.broadcast(flat, group=self.lineup and self.lineup.data, group_src=source)
 
-    def spread_first(self, flat: Tensor, *, repeated: bool) -> None:
-        """The same for weights that training starts from: what is repeated on ranks that have a model together is one's."""
+    def spread_whole(self, flat: Tensor, source: Seat | None = None, *, repeated: bool) -> None:
+        """The same for weights, whose parts are each from the ranks beside the source; what is repeated on ranks that have a
+        model together is all the source's."""
+        source = source or Seat()
         if repeated and self.lineup is not None:
-            with self._inside(self.ledger.add("broadcast", "", flat.nbytes if self.lineup.model_rank == 0 else 0)):
-                dist.broadcast(flat, group=self.lineup.model, group_src=0)
-        self.spread(flat)
+            with self._inside(
+                self.ledger.add("broadcast", "", flat.nbytes if self.lineup.model_rank == source.model_rank else 0)
+            ):
+                dist.broadcast(flat, group=self.lineup.model, group_src=source.model_rank)
+        self.spread(flat, source.part)
+
+    def seat_of(self, rank: int) -> Seat:
+        """Where a rank of the whole world is."""
+        if self.lineup is None:
+            return Seat(rank)
+        return Seat(*self.exchange(torch.tensor([self.lineup.part, self.lineup.model_rank]))[rank].tolist())
 
     def exchange(self, values: Tensor) -> Tensor:
         """Every rank's row of numbers, in the order of the ranks."""
-        if self.size == 1:
+        return self._exchange(values, self.size, None)
+
+    def _exchange(self, values: Tensor, size: int, among: dist.ProcessGroup | None) -> Tensor:
+        if size == 1:
             return values.unsqueeze(0)
         mine = values.to(self.desk)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        rows = [torch.empty_like(mine) for _ in range(size)]
         with self._inside(self.ledger.begin("exchange")):
-            dist.all_gather(rows, mine)
+            dist.all_gather(rows, mine, group=among)
             return torch.stack(rows).to(values.device)
 
     def exchange_parts(self, values: Tensor) -> Tensor:
         """The rows of the ranks over which states are split, in the order of their parts."""
-        rows = self.exchange(values)
-        return rows if self.lineup is None else rows[list(self.lineup.sharers)]
+        return self.exchange(values) if self.lineup is None else self._exchange(values, self.parts, self.lineup.data)
 
     def exchange_texts(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks; as bytes, for nothing that is sent may be code."""

@@ -15,10 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from naught.errors import UsageError
 
-__all__ = ["Lineup", "lineup_of"]
+__all__ = ["Lineup", "Seat", "lineup_of"]
 
-# What the dimension over which data is split is called; that of an unnamed mesh is the first.
-_DATA_NAMES = ("dp", "data", "data_parallel", "dp_shard", "fsdp", "replicate")
+# What the dimensions of a mesh are called over which data is split, and over which a model is. Of a mesh without names the first
+# is for data. Others are for something else: taking them for one of these would train wrongly and say nothing.
+_DATA_NAMES = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
+_MODEL_NAMES = ("tp", "mp", "model", "tensor", "model_parallel", "tensor_parallel")
+
+
+class Seat(NamedTuple):
+    """A rank, by the part of states that it has, and by its place among those that have a model together."""
+
+    part: int = 0
+    model_rank: int = 0
 
 
 class Lineup(NamedTuple):
@@ -27,7 +36,7 @@ class Lineup(NamedTuple):
 
     data: dist.ProcessGroup
     model: dist.ProcessGroup
-    sharers: tuple[int, ...]  # ranks of the whole world, in the order of the parts of states that they have
+    parts: int  # of states
     part: int  # this rank's
     model_rank: int
     model_size: int
@@ -62,14 +71,14 @@ def _of_mesh(mesh: Any) -> Lineup | None:
     if mesh.ndim == 1:
         return None
     names = mesh.mesh_dim_names or ()
-    found = [at for at, name in enumerate(names) if name in _DATA_NAMES] if names else [0]
-    if mesh.ndim != 2 or len(found) != 1:
+    data = next((at for at, name in enumerate(names) if name in _DATA_NAMES), None) if names else 0
+    if mesh.ndim != 2 or data is None or (names and names[1 - data] not in _MODEL_NAMES):
         raise UsageError(
-            f"the mesh has the dimensions {_shown(names, mesh.ndim)}, and one of two must be for data",
+            f"the mesh has the dimensions {_shown(names, mesh.ndim)}, and must have one for data and one for tensor parallelism",
             fix='name them ("dp", "tp")',
         )
     groups: Sequence[dist.ProcessGroup] = mesh.get_all_groups()
-    return _lineup(groups[found[0]], groups[1 - found[0]])
+    return _lineup(groups[data], groups[1 - data])
 
 
 def _shown(names: Sequence[str], count: int) -> str:
@@ -94,5 +103,10 @@ def _of_mpu(mpu: Any) -> Lineup | None:
 def _lineup(data: dist.ProcessGroup, model: dist.ProcessGroup) -> Lineup | None:
     if dist.get_world_size(model) == 1:
         return None
-    sharers = tuple(dist.get_process_group_ranks(data))
-    return Lineup(data, model, sharers, dist.get_rank(data), dist.get_rank(model), dist.get_world_size(model))
+    parts, size = dist.get_world_size(data), dist.get_world_size(model)
+    if parts * size != dist.get_world_size():
+        raise UsageError(
+            f"{parts} data-parallel times {size} model-parallel ranks are not the {dist.get_world_size()} that there are",
+            fix="use no pipeline, context or expert parallelism beside",
+        )
+    return Lineup(data, model, parts, dist.get_rank(data), dist.get_rank(model), size)

@@ -31,7 +31,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "pipeline": f"no pipeline parallelism: {_PARALLEL}",
         "tensor_parallel": "a model is not cut for you; cut it with torch's parallelize_module and give initialize its mesh",
         "sequence_parallel_size": f"no sequence parallelism: {_PARALLEL}",
-        "data_parallel_size": "every rank is a data-parallel rank",
+        "data_parallel_size": "ranks are data-parallel but for those that mesh or mpu says have a model together",
         "expert_parallel": f"no expert parallelism: {_PARALLEL}",
         "moe": f"no expert parallelism: {_PARALLEL}",
         "use_data_before_expert_parallelism": f"no expert parallelism: {_PARALLEL}",

@@ -90,7 +90,8 @@ class _Reading:
         self.places = Places()
         for kind, _, tensor, pieces in stretches(engine, share=False):
             for piece in pieces if kind == WEIGHTS else ():
-                self._add(names[piece.param], tensor[piece.at : piece.at + piece.count], piece.first)
+                for first, count, at in piece.lines():
+                    self._add(names[piece.param], tensor[at : at + count], first)
         # Filled by themselves: a buffer may be a view that cannot be, piece by piece.
         self.buffers = {
             name: torch.empty(buffer.numel(), dtype=buffer.dtype) for name, buffer in buffers.items() if name in self.entries

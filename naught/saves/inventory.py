@@ -81,9 +81,10 @@ def stretches(engine: Answers, *, share: bool, frozen: bool = True) -> Iterator[
             for slot in segment.layout.slots:
                 start, stop = max(slot.span.start, owned.start), min(slot.span.stop, owned.stop)
                 within, at = whole_of(slot, withins), start - owned.start
-                for span in within.spans(start - slot.span.start, stop - slot.span.start):
-                    pieces.append(Piece(param=within.name, first=span.start, count=span.numel, at=at))
-                    at += span.numel
+                for strip in within.strips(start - slot.span.start, stop - slot.span.start):
+                    first, numel, row, stride = strip
+                    pieces.append(Piece(param=within.name, first=first, count=numel, at=at, row=row, stride=stride))
+                    at += numel
             for kind, tensor in segment.sources().items():
                 yield Stretch(kind, segment, tensor[begin : begin + owned.numel], tuple(pieces))
 

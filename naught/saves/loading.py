@@ -157,7 +157,10 @@ class _Reading:
 
     @property
     def same_world(self) -> bool:
-        return self.manifest.world == self.engine.schedule.group.size
+        """Whether every rank is what a rank was: else nobody's random numbers are another's."""
+        world = self.manifest.world
+        here = (self.engine.schedule.group.size, self.engine.schedule.group.parts)
+        return (world, world if self.memory.parts is None else self.memory.parts) == here
 
     def _find_places(self) -> None:
         made = {(id(states), name) for states, names in self.made for name in names}
@@ -175,7 +178,8 @@ class _Reading:
                     self.blanks.append((target, self._start(segment, piece.param, kind)))
                     continue
                 places = self.new_places if (id(segment.states), kind) in made else self.places
-                if not places.add(target, piece.first, self.contents.located.get((kind, piece.param), ())):
+                located = self.contents.located.get((kind, piece.param), ())
+                if not all(places.add(tensor[at : at + numel], first, located) for first, numel, at in piece.lines()):
                     raise CheckpointError(
                         f'{self.contents.saved.tag} does not have all of "{piece.param}" ({kind})',
                         fix="load_optimizer_states=False takes the weights only; or use the optimizer that was saved",

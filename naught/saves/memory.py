@@ -54,6 +54,7 @@ class Memory(BaseModel):
     rates: dict[str, Any]
     data: Data | None
     client_state: Any
+    parts: _Count | None = None  # over which states were split; None: over all ranks
 
     @classmethod
     def of(cls, document: Mapping[str, Any], tag: str) -> Memory:
@@ -94,6 +95,7 @@ def memory_of(engine: Answers, client_state: Mapping[str, Any]) -> dict[str, Any
         "rates": _what_can_be(rates.state_dict(), "the schedule") if isinstance(rates, _Resumable) else {},
         "data": None if loader is None else loader.state_dict(),
         "client_state": encode(dict(client_state), "client_state"),
+        "parts": engine.dp_world_size,
     }
 
 

@@ -33,8 +33,10 @@ def whole_state(engine: Answers, *, frozen: bool = True, tied: bool = True, here
         params = [param for segment in unit.segments for param in segment.weights.params if segment.trained or frozen]
         if params:
             with engine.passes.lending(params):
-                wholes = {param: lineup.join(param.detach(), cut[param].shape) for param in params if lineup and param in cut}
-                copies |= {param: wholes.get(param, param.detach()).to("cpu", copy=True) for param in params if here}
+                for param in params:  # one at a time: a whole one is there beside what is lent
+                    whole = lineup.join(param.detach(), cut[param].shape) if lineup and param in cut else param.detach()
+                    if here:
+                        copies[param] = whole.to("cpu", copy=True)
     state = {name: copies[param] for name, param in engine.module.named_parameters(remove_duplicate=not tied) if param in copies}
     state = _joined(state, withins)
     buffers = kept_buffers(engine) if here else {}
