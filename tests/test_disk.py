@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from menagerie import MODELS
 from test_offload import BF16, HOST, NARROW, ON_GPU, SMALL
 from test_offload import SELECTION as OFFLOADED
 from test_parity import EVERYTHING, SOAK, assert_ranks_agree
+from torch import nn
 from training import (
     DEVICE,
     batch_of,
@@ -32,6 +33,7 @@ from training import (
 from naught import initialize
 from naught.errors import ConfigError, NaughtError, PlacementError, StorageError
 from naught.flat import Meter
+from naught.formulas import recipe
 from naught.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -40,8 +42,12 @@ from naught.fragments import (
     safe_set_full_grad,
 )
 from naught.holding import room_bytes
+from naught.job import Job
 from naught.placement import Kind
+from naught.shapes import Run
+from naught.sizes import PlacedRun
 from naught.spill import Desk, Room, Spill, Stored
+from naught.working_set import working_set
 
 FLIPS, KILLS = (5_000, 500) if SOAK else (500, 50)
 
@@ -267,6 +273,25 @@ def rooms(place: str, folder: str) -> tuple[int, int]:
 def test_rooms_for_tiles_are_as_planned(two, tmp_path, place):
     for held, planned in two.run(rooms, place, str(tmp_path)):
         assert held <= planned
+
+
+def test_rooms_that_weights_are_read_into_are_as_planned(tmp_path):
+    """With a layer that is larger than blocks, at either end."""
+    widths = [16, 512, *[16] * 12, 512, 16]
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+    stage, zero = places(str(tmp_path))["both"]
+    leaves = {"leaf_module": {"classes": ["Linear"]}}
+    engine = engine_of(model, config_of(stage, stage3_prefetch_bucket_size=1, **SPREAD, **zero, **leaves))
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 16, device=DEVICE)).square().mean())
+        engine.step()
+    held = engine.report()["peak"]["host shards"]
+    units = {name: unit for name, unit in engine.schedule.units.items() if name}
+    sizes = {name: sum(segment.layout.numel for segment in unit.segments) for name, unit in units.items()}
+    placed = [PlacedRun(Run(name, sizes[name]), unit.placement) for name, unit in units.items()]
+    planned = working_set(placed, 1, Job(recipe=recipe("fp32", "adamw"))).host_buffers
+    engine.destroy()
+    assert held == pytest.approx(planned, rel=0.03, abs=4096 * 8)
 
 
 def flip_and_load(folder: str) -> bool:

@@ -270,12 +270,16 @@ def test_gradients_on_disk_are_added_to_in_place():
 
 def test_checkpoints_go_where_they_are_told():
     shape = parse_model("gpt2").shape
-    for where, tier in ((Checkpointing.BLOCK, Tier.DEVICE), (Checkpointing.HOST, Tier.HOST)):
+    for where, tier in ((Checkpointing.BLOCK, Tier.DEVICE), (Checkpointing.HOST, Tier.HOST), (Checkpointing.DISK, Tier.DISK)):
         job = Job(checkpointing=where)
         measured = transformer_activations(shape, job)
         found = forecast("x", [PlacedRun(Run("b", 640), PLACEMENTS["stage0"])], measured, HUGE, job)
         assert found.memory[tier][Category.CHECKPOINTS] == 2 * 1024 * 768 * 12
         assert found.memory[Tier.DEVICE][Category.ACTIVATIONS] == measured.working
+        # On their way to disk and back they pass through six rooms on the host.
+        assert found.memory[Tier.HOST][Category.BUFFERS] == (6 * 2 * 1024 * 768 if tier is Tier.DISK else 0)
+        assert found.link_bytes == (0 if tier is Tier.DEVICE else 2 * 2 * 1024 * 768 * 12)
+        assert found.disk_bytes == (2 * 2 * 1024 * 768 * 12 if tier is Tier.DISK else 0)
     job = Job(checkpointing=Checkpointing.NONE)
     found = forecast("x", [PlacedRun(Run("b", 640), PLACEMENTS["stage0"])], measured, HUGE, job)
     assert found.memory[Tier.DEVICE][Category.ACTIVATIONS] == measured.full

@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training import HYPER, _clip, config_of, digest
@@ -534,8 +540,9 @@ def train_otherwise(kind: str, folder: str = "") -> tuple[list[float], str]:
     mesh = mesh_of(1, 2) if kind.startswith("alone") else mesh_of(2, 2)
     model = cut(mesh)
     if kind == "sequence":
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], {"norm": SequenceParallel(), "norm2": SequenceParallel()})
+        first = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+        for norm in (norm for block in model.blocks for norm in (block.norm, block.norm2)):
+            parallelize_module(parallelize_module(norm, mesh["tp"], first), mesh["tp"], SequenceParallel())
     more = {"bf16": {"enabled": True}} if kind == "bf16" else {}
     place = {"device": "nvme", "nvme_path": folder}
     places = {"offload_param": place, "offload_optimizer": place} if folder else {}
