@@ -346,7 +346,7 @@ class Split:
 
     def _refuse_differences(self, flat: Tensor) -> None:
         """What is put together of different tensors would be neither."""
-        sums = self.among.gather(torch.stack([flat.double().sum(), flat.double().abs().sum()]), "comparison").view(-1, 2)
+        sums = self.among.exchange(torch.stack([flat.double().sum(), flat.double().abs().sum()]))
         if not bool((sums == sums[0]).all()):
             raise ModelError(
                 f"a checkpoint of {flat.numel()} elements is not the same on the ranks that have a model together",

@@ -46,7 +46,8 @@ class Saves:
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         if not self._goes(tensor):
-            return tensor
+            # An operation that saves its own result would hold itself by it: what nobody goes back through would stay for ever.
+            return tensor if tensor.is_leaf else tensor.detach()
         saved = _Saved(self.rest.put(tensor.detach().contiguous().view(-1)), tensor.shape)
         self.order.append(weakref.ref(saved))
         return saved

@@ -241,6 +241,8 @@ def _source(args: Any, *given: Source | None) -> Source:
 def _lineup(model: nn.Module, settings: Config, mesh: Any, mpu: Any) -> Lineup | None:
     """Which ranks have a model together; None: every rank has all of it."""
     lineup = lineup_of(mesh, mpu)
+    if lineup is not None and lineup.model_size == 1 and not has_dtensors(model):
+        return None
     if lineup is None and has_dtensors(model):
         raise UsageError(
             "the model's parameters are DTensors, and nobody says which ranks have a model together",

@@ -249,6 +249,21 @@ def test_rooms_are_as_many_as_are_in_use_whatever_their_sizes(tmp_path, where):
         assert peak["disk activations"] <= LAYERS * (ONE + 4096)
 
 
+@pytest.mark.parametrize("how", ["kept", "reentrant", "non-reentrant"])
+def test_a_forward_that_nobody_goes_back_through_leaves_nothing(how):
+    engine = engine_of(Tower(how), config_of(1, more={"activation_checkpointing": {"cpu_checkpointing": True}}))
+    for step in range(5):
+        input_ = batch(step, 0).requires_grad_()
+        gone = weakref.ref(input_)  # the graph would keep it
+        engine(input_)
+        del input_
+        assert gone() is None
+        engine.backward(engine(batch(step, 0)))
+        engine.step()
+    assert engine.report()["live"].get("host activations", 0) <= LAYERS * (ONE + 4096)
+    engine.destroy()
+
+
 class TwoInputs(nn.Module):
     """Blocks that are given two tensors, one of which goes on."""
 

@@ -557,6 +557,27 @@ def test_one_data_parallel_rank_trains_from_disk_as_from_memory(worlds, tmp_path
     assert worlds[2].run(train_otherwise, "alone") == worlds[2].run(train_otherwise, "alone", str(tmp_path))
 
 
+def train_with_a_flag_of_one() -> tuple[list[float], str]:
+    mesh = mesh_of(2, 1)
+    model = cut(mesh)
+    engine = initialize(model=model, config=config_of(2), mesh=mesh)[0]
+    losses = take_steps(engine, mesh["dp"].get_local_rank(), 4)[0]
+    engine.destroy()
+    return losses, digest_of(model)
+
+
+def train_whole() -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    engine = initialize(model=Model(), config=config_of(2))[0]
+    losses = take_steps(engine, dist.get_rank(), 4)[0]
+    engine.destroy()
+    return losses, digest_of(engine.module)
+
+
+def test_one_rank_that_has_the_model_together_with_nobody(worlds):
+    assert worlds[2].run(train_with_a_flag_of_one) == worlds[2].run(train_whole)
+
+
 def test_sixteen_bits_and_micro_batches(worlds):
     found = worlds[4].run(train_otherwise, "bf16")
     assert len({weights for _, weights in found}) == 1

@@ -25,7 +25,7 @@ from pydantic import (
 from naught.checkpoints.shard import CHUNK_BYTES, SIZES
 from naught.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["FORMAT", "Manifest", "Param", "Piece", "Run", "Sealed", "Table", "parse", "seal", "text_of"]
+__all__ = ["FORMAT", "Line", "Manifest", "Param", "Piece", "Run", "Sealed", "Table", "parse", "seal", "text_of"]
 
 FORMAT = 1
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from naught.comm.ledger import Ledger
+from naught.comm.ledger import Call, Ledger
+from naught.comm.wires import all_gather_single
 
 __all__ = ["Among"]
 
@@ -19,7 +20,14 @@ class Among:
 
     def gather(self, part: Tensor, unit: str) -> Tensor:
         """The parts of all ranks, one behind the other. Each must have as many elements."""
+        return self._gather(part, self.ledger.add("all-gather", unit, (self.size - 1) * part.nbytes))
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """Every rank's row of a few numbers."""
+        return self._gather(values, self.ledger.begin("exchange")).view(self.size, *values.shape)
+
+    def _gather(self, part: Tensor, call: Call) -> Tensor:
         whole = part.new_empty(part.numel() * self.size)
-        with self.ledger.waiting(self.ledger.add("all-gather", unit, (self.size - 1) * part.nbytes), blocks=True):
-            dist.all_gather_into_tensor(whole, part, group=self.group)
+        with self.ledger.waiting(call, blocks=True):
+            all_gather_single(whole, part, group=self.group)
         return whole

@@ -68,7 +68,7 @@ def _of_mesh(mesh: Any) -> Lineup | None:
         raise UsageError(
             f"the mesh has {mesh.size()} ranks, and there are {dist.get_world_size()}", fix="give the mesh of all ranks"
         )
-    if mesh.ndim == 1:
+    if mesh.ndim == 1 and (mesh.mesh_dim_names or _DATA_NAMES)[0] in _DATA_NAMES:
         return None
     names = mesh.mesh_dim_names or ()
     data = next((at for at, name in enumerate(names) if name in _DATA_NAMES), None) if names else 0
@@ -100,9 +100,13 @@ def _of_mpu(mpu: Any) -> Lineup | None:
     return _lineup(data(), model())
 
 
-def _lineup(data: dist.ProcessGroup, model: dist.ProcessGroup) -> Lineup | None:
-    if dist.get_world_size(model) == 1:
-        return None
+def _lineup(data: dist.ProcessGroup, model: dist.ProcessGroup) -> Lineup:
+    ours, theirs = dist.get_process_group_ranks(data), dist.get_process_group_ranks(model)
+    if set(ours) & set(theirs) != {dist.get_rank()}:
+        raise UsageError(
+            f"ranks {ours} share data and {theirs} a model: they must have this rank in common, and no other",
+            fix="give the groups of a mesh of two dimensions",
+        )
     parts, size = dist.get_world_size(data), dist.get_world_size(model)
     if parts * size != dist.get_world_size():
         raise UsageError(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Alone", "Collectives", "Peers", "Pending", "Wire"]
+__all__ = ["Alone", "Collectives", "Peers", "Pending", "Wire", "all_gather_single"]
 
 
 @dataclass
@@ -37,7 +37,7 @@ _NOTHING = Pending()
 
 
 # Torch 2.13 has new names for these, and warns of the old ones.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -85,7 +85,7 @@ class Collectives:
         return 0 if dtype.itemsize >= _WIDE else shard_numel * (self.size * dtype.itemsize + _WIDE)
 
     def gather(self, flat: Tensor, slices: Sequence[Tensor]) -> Pending:
-        return Pending([_all_gather(flat, slices[self.rank], group=self.among, async_op=True)])
+        return Pending([all_gather_single(flat, slices[self.rank], group=self.among, async_op=True)])
 
     def reduce(self, flat: Tensor, slices: Sequence[Tensor], divisor: float) -> Pending:
         mine = slices[self.rank]
