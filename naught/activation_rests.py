@@ -7,7 +7,6 @@ import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor
 
 from naught.comm import Among
-from naught.disk_side import DiskSide
 from naught.errors import ModelError
 from naught.flat import Meter
 from naught.holding import LEAVING
-from naught.spill import Room, Stored
+from naught.spill import Room
 from naught.streams import Lane, Point, here
 
-__all__ = ["AsItIs", "OnDevice", "OnDisk", "OnHost", "Rest", "Resting", "Split"]
+__all__ = ["AsItIs", "Lanes", "OnDevice", "OnHost", "Rest", "Resting", "Rooms", "Split"]
 
 
 _ALIGN = 256  # bytes, of which rooms have a multiple, so that they can hold any type
@@ -68,7 +66,7 @@ class AsItIs:
         pass
 
 
-class _Rooms:
+class Rooms:
     """Memory that is taken and given back again and again. There are no more rooms than have been in use at once, whatever their
     sizes: the smallest that is large enough is taken, and where none is, a larger one takes the place of the largest."""
 
@@ -113,7 +111,7 @@ def _size(room: Room) -> int:
 class _InRoom:
     """A copy in a room on the device."""
 
-    def __init__(self, rooms: _Rooms, room: Room, like: Tensor) -> None:
+    def __init__(self, rooms: Rooms, room: Room, like: Tensor) -> None:
         self.elements = room.of(like.numel(), like.dtype)
         self.elements.copy_(like)
         weakref.finalize(self, rooms.give_back, room).atexit = False
@@ -131,7 +129,7 @@ class OnDevice:
 
     def __init__(self, device: torch.device, meter: Meter, count: int) -> None:
         self.device, self.ahead = device, count
-        self.rooms = _Rooms(self._make, meter, "kept activations", lambda: None)  # the device's own order keeps them apart
+        self.rooms = Rooms(self._make, meter, "kept activations", lambda: None)  # the device's own order keeps them apart
 
     def _make(self, nbytes: int) -> Room:
         return Room(memoryview(b""), torch.empty(nbytes, dtype=torch.uint8, device=self.device))
@@ -150,13 +148,13 @@ class OnDevice:
         self.rooms.close()
 
 
-class _Lanes:
+class Lanes:
     """Between the device and rooms on its host, beside the device's own order."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self.device, self.meter, self.down, self.up = device, meter, Lane(device), Lane(device)
         make = partial(Room.make, register=device.type == "cuda")
-        self.rooms = _Rooms(make, meter, "host activations", self._come_to_rest)
+        self.rooms = Rooms(make, meter, "host activations", self._come_to_rest)
         self.leaving: deque[tuple[Tensor, Point]] = deque()
         # What was asked for and never taken, when nobody can want it any more: as it comes, in whichever thread that is.
         self.unwanted: deque[tuple[Tensor, Point, Room]] = deque()
@@ -209,7 +207,7 @@ class OnHost:
     """In host memory."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
-        self.lanes = _Lanes(device, meter)
+        self.lanes = Lanes(device, meter)
 
     def put(self, flat: Tensor) -> Resting:
         room = self.lanes.rooms.take(flat.nbytes)
@@ -220,7 +218,7 @@ class OnHost:
 
 
 class _OnHost:
-    def __init__(self, lanes: _Lanes, room: Room, flat: Tensor, arrived: Point) -> None:
+    def __init__(self, lanes: Lanes, room: Room, flat: Tensor, arrived: Point) -> None:
         self.lanes, self.room, self.numel, self.dtype, self.arrived = lanes, room, flat.numel(), flat.dtype, arrived
         self.coming: list[tuple[Tensor, Point]] = []  # at most one
         weakref.finalize(self, _leave_host, lanes, room, self.coming).atexit = False
@@ -236,95 +234,12 @@ class _OnHost:
         return into
 
 
-def _leave_host(lanes: _Lanes, room: Room, coming: list[tuple[Tensor, Point]]) -> None:
+def _leave_host(lanes: Lanes, room: Room, coming: list[tuple[Tensor, Point]]) -> None:
     """Nobody can want it any more."""
     if coming:
         lanes.unwanted.append((*coming.pop(), room))
     else:
         lanes.rooms.give_back(room)
-
-
-class OnDisk:
-    """On disk, by way of a few rooms on the host."""
-
-    def __init__(self, device: torch.device, meter: Meter, disk: DiskSide) -> None:
-        self.lanes, self.disk = _Lanes(device, meter), disk
-        self.writing: deque[Future[None]] = deque()
-        self.rising: deque[tuple[Point, Room]] = deque()  # rooms that the device still copies from
-
-    def put(self, flat: Tensor) -> Resting:
-        while len(self.writing) > LEAVING:
-            wait([self.writing.popleft()])
-        room = self.lanes.rooms.take(flat.nbytes)
-        arrived = self.lanes.send(flat, room)
-        stored = self.disk.take(flat.numel(), flat.dtype, "activations")
-
-        def write_tile(place: int) -> None:
-            arrived.wait()
-            stored.write_all(room, place)
-
-        written = self.disk.crew.ask(len(stored.tiles), write_tile)
-        written.add_done_callback(lambda _: self.lanes.rooms.give_back(room))
-        self.writing.append(written)
-        return _OnDisk(self, stored, written)
-
-    def read(self, stored: Stored, written: Future[None]) -> tuple[Room, Future[None]]:
-        while len(self.rising) > LEAVING:
-            point, room = self.rising.popleft()
-            point.wait()
-            self.lanes.rooms.give_back(room)
-        room = self.lanes.rooms.take(stored.numel * stored.dtype.itemsize)
-
-        def read_tile(place: int) -> None:
-            written.result()
-            stored.read_all(room, place)
-
-        return room, self.disk.crew.ask(len(stored.tiles), read_tile)
-
-    def raise_up(self, room: Room, stored: Stored) -> Tensor:
-        into, there = self.lanes.bring(room, stored.numel, stored.dtype, here(self.lanes.device))
-        there.hold(self.lanes.device)
-        self.rising.append((there, room))
-        return into
-
-    def close(self) -> None:
-        wait(self.writing)
-        self.disk.close()
-        self.lanes.close()
-
-
-class _OnDisk:
-    def __init__(self, rest: OnDisk, stored: Stored, written: Future[None]) -> None:
-        self.rest, self.stored, self.written = rest, stored, written
-        self.reading: list[tuple[Room, Future[None]]] = []  # at most one
-        weakref.finalize(self, _leave_disk, rest.lanes.rooms, stored, written, self.reading).atexit = False
-
-    def ask(self) -> None:
-        if not self.reading:
-            self.reading.append(self.rest.read(self.stored, self.written))
-
-    def back(self) -> Tensor:
-        self.ask()
-        room, over = self.reading.pop()
-        over.result()
-        return self.rest.raise_up(room, self.stored)
-
-
-def _leave_disk(rooms: _Rooms, stored: Stored, written: Future[None], reading: list[tuple[Room, Future[None]]]) -> None:
-    """Its place in the file is for another once nobody writes to it or reads from it any more; so is the room of who asked for it
-    and never took it."""
-    under_way = [written, *(over for _, over in reading)]
-    left = deque(under_way)
-
-    def over(_: Future[None]) -> None:
-        left.pop()
-        if not left:
-            for room, _ in reading:
-                rooms.give_back(room)
-            stored.give_back()
-
-    for future in under_way:
-        future.add_done_callback(over)  # not a wait: the thread that lets go may be the one that is to write
 
 
 class Split:
@@ -347,7 +262,7 @@ class Split:
     def _refuse_differences(self, flat: Tensor) -> None:
         """What is put together of different tensors would be neither."""
         sums = self.among.exchange(torch.stack([flat.double().sum(), flat.double().abs().sum()]))
-        if not bool((sums == sums[0]).all()):
+        if not sums.allclose(sums[:1].expand_as(sums), rtol=0, atol=0, equal_nan=True):
             raise ModelError(
                 f"a checkpoint of {flat.numel()} elements is not the same on the ranks that have a model together",
                 where="activation_checkpointing.partition_activations",

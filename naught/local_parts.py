@@ -24,7 +24,7 @@ _MARKS = ("tensor_model_parallel", "model_parallel")  # of a parameter that was 
 
 
 def has_dtensors(model: nn.Module) -> bool:
-    return any(map(is_dtensor, model.parameters())) or any(hasattr(module, _WHOLES) for module in model.modules())
+    return any(map(is_dtensor, model.parameters())) or any(_WHOLES in vars(module) for module in model.modules())
 
 
 def refuse_parts(model: nn.Module, lineup: Lineup) -> None:

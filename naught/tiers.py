@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from naught.activation_rests import OnDevice, OnDisk, OnHost, Rest
+from naught.activation_disk import OnDisk
+from naught.activation_rests import OnDevice, OnHost, Rest
 from naught.comm import Group
 from naught.comm.launch import find_seat, local_ranks
 from naught.config import Config, placement_of

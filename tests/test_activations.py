@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from training import DEVICE, config_of, digest_in_32_bits, engine_of, my_rank
 
 from naught import checkpointing
-from naught.activation_rests import OnDisk
+from naught.activation_disk import OnDisk
 from naught.disk_side import DiskSide
 from naught.errors import ConfigError, StorageError, UsageError
 from naught.flat import Meter
