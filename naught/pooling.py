@@ -66,7 +66,9 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> Pooled:
 def _by_staging(limits: Limits) -> list[Limits]:
     """Staging that takes a unit whole is faster; but a model that fits beside less of it trains."""
     most = limits.machine.slots
-    return [replace(limits, machine=replace(limits.machine, slots=slots)) for slots in (most, min(most, LEAST_SLOTS))]
+    return [
+        replace(limits, machine=replace(limits.machine, slots=slots)) for slots in dict.fromkeys((most, min(most, LEAST_SLOTS)))
+    ]
 
 
 def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: int, folder: str) -> None:

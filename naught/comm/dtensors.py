@@ -50,6 +50,7 @@ class Whole(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether it is cut in order, or not at all."""
+        # is_shard() is also true of a strided one, whose parts are no neighbours.
         return all(place.is_replicate() or type(place).__name__ == "Shard" for place in self.placements)
 
     def lies_on(self, lineup: Lineup) -> bool:
