@@ -16,8 +16,12 @@ _BLOCK_NUMEL = 1 << 18
 
 
 def norms_of(values: Tensor) -> list[Tensor]:
-    """The norm of each block, from the first on, in pieces. One call looks at the blocks of a stretch; more at a time might be
-    another kernel's sum. They are squared once there are all of them: an accelerator is asked for much else meanwhile."""
+    """The norm of each block, from the first on, in pieces. They are squared once there are all of them: an accelerator is asked
+    for much else meanwhile."""
+    if values.is_cuda and values.numel():
+        # Reads 16 bits as they are, where the norm of one tensor would first be widened in memory: a block is a whole stretch.
+        return [torch.stack(torch._foreach_norm(torch.split(values, STRETCH_NUMEL), dtype=torch.float64))]
+    # One call looks at the blocks of a stretch; more at a time might be another kernel's sum.
     found = []
     for stretch in torch.split(values, STRETCH_NUMEL) if values.numel() else ():
         whole = stretch.numel() // _BLOCK_NUMEL * _BLOCK_NUMEL

@@ -65,12 +65,12 @@ class Stepping:
             )
         self.scaled = False
         self.optimizer.will_step()
-        schedule, scale, amiss = self.passes.schedule, self.scale.value, self.passes.amiss()
+        schedule, scale = self.passes.schedule, self.scale.value
         units = list(schedule.units.values())
         rule, hypers = self.optimizer.rule, self.optimizer.param_groups
         how = Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
         delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
-        self.norm = update(units, schedule.group, how, self.limits, scale=scale, amiss=amiss, delayed=delayed)
+        self.norm = update(units, schedule.group, how, self.limits, scale=scale, tell=self.passes.amiss, delayed=delayed)
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
         if self.applied:

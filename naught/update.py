@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -62,21 +62,20 @@ def update(
     limits: UpdateLimits,
     *,
     scale: float,
-    amiss: Exception | None,
+    tell: Callable[[], Exception | None],
     delayed: bool = False,
 ) -> Norm:
     """Undo the scale of the loss, clip, and apply the rule to what this rank owns. If the norm is not finite, or something
     is amiss on any rank, nothing changes on any. What rests on the host may still be updated there when this returns; delayed,
-    its weights follow the update before this one.
+    its weights follow the update before this one. `tell` says what is amiss, while the device computes the norm.
 
     The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
     no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
     used = [flag for segment in trained for flag in segment.grads.used]
-    fault: Exception | None
-    fault, square = _look(trained, _husks(units))
-    amiss = amiss or fault or group.noted
+    amiss, square = _look(trained, _husks(units), tell)
+    amiss = amiss or group.noted
     rows = group.exchange(torch.tensor([amiss is not None, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
         group.raise_together(amiss)
@@ -118,20 +117,23 @@ def misused(units: Sequence[Unit]) -> UsageError | None:
     return None
 
 
-def _look(trained: Sequence[Segment], husks: Sequence[Husks]) -> tuple[UsageError | None, float]:
-    """Whether a husk was written to, and the sum of squares of this rank's slices: the same at every stage and on every tier.
-    This is where the host waits for its device."""
+def _look(
+    trained: Sequence[Segment], husks: Sequence[Husks], tell: Callable[[], Exception | None]
+) -> tuple[Exception | None, float]:
+    """What is amiss, such as a husk that was written to, and the sum of squares of this rank's slices: the same at every stage
+    and on every tier. This is where the host waits for its device."""
     found = [norms for segment in trained if segment.counts for norms in segment.grads.norms()]
     if husks:
         found.append(untouched(husks).double().reshape(1))
-    numbers = numbers_of(torch.cat(found).square_()) if found else []
-    fault = None
+    squares = torch.cat(found).square_() if found else None
+    amiss = tell()
+    numbers = [] if squares is None else numbers_of(squares)
     if husks and not numbers.pop():
         try:
             check_husks(husks)
         except UsageError as error:
-            fault = error
-    return fault, in_order(numbers)
+            amiss = amiss or error
+    return amiss, in_order(numbers)
 
 
 def _culprit(trained: Sequence[Segment]) -> str | None:
