@@ -17,8 +17,10 @@ from naught.claims import Claims
 from naught.config import Batch, Config
 from naught.data import Loader
 from naught.devices import is_out_of_memory, limit_memory
+from naught.dividing import replace_in_groups
 from naught.errors import ScheduleError, UsageError
 from naught.hooks import recomputing
+from naught.inputs import Inputs
 from naught.local_parts import put_back
 from naught.loss_scale import FixedScale
 from naught.observing import Observer, StepFacts
@@ -59,6 +61,7 @@ class Engine(Between):
         self.passes, self.stepping, self.observer = passes, stepping, observer
         self.parking = Parking(passes.schedule.units.values())
         self.background = Background(passes.schedule.group, passes.watch.device, passes.watch.meter)
+        self.inputs = Inputs(passes.schedule.group)
         self.watchdog = Watchdog(passes.schedule.group, passes.watch, settings.naught.watchdog_s)
         weakref.finalize(self, self.watchdog.stop)  # also where a script just ends
         self.training_dataloader: Loader | None = None  # None: no training_data was given
@@ -66,7 +69,7 @@ class Engine(Between):
         engines.claim(passes.homes, self)
         _LIVING().add(self)
         if stepping.optimizer is not None:
-            stepping.optimizer.trainer = self
+            stepping.optimizer.belong_to(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -87,6 +90,7 @@ class Engine(Between):
         saving = self.saves.open() if self.saves is not None and torch.is_grad_enabled() else nullcontext()
         observed = self.observer.forward(self.module, self.global_steps + 1)
         with self._all_or_nothing("forward"), casting, saving, observed, self._hinting():
+            self.inputs.look((args, kwargs))
             return self.module(*args, **kwargs)
 
     @contextmanager
@@ -226,7 +230,8 @@ class Engine(Between):
             self.destroyed = True
             engines.drop(self.passes.homes)
             self.passes.remove()
-            put_back(self.module)
+            wholes = put_back(self.module)
+            replace_in_groups([] if self.optimizer is None else self.optimizer.param_groups, wholes)
             self.observer.close()
             if self.saves is not None:
                 self.saves.rest.close()

@@ -105,8 +105,8 @@ def part_of(tensor: nn.Parameter) -> nn.Parameter:
     return cast(nn.Parameter, getattr(tensor, "naught_part", tensor))
 
 
-def put_back(model: nn.Module) -> None:
-    """Give modules their DTensors back, with what their parts hold now."""
+def put_back(model: nn.Module) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """Give modules DTensors again, with what their parts hold now. Returns them by what they have replaced."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         wholes: dict[str, Whole] = module.__dict__.pop(_WHOLES, {})
@@ -118,6 +118,7 @@ def put_back(model: nn.Module) -> None:
             module._parameters[short] = made[part]
         if wholes:
             module.__class__ = type(module).__base__  # type: ignore[assignment]
+    return {part: [whole] for part, whole in made.items()}
 
 
 def is_repeated(model: nn.Module, lineup: Lineup | None) -> Callable[[nn.Parameter], bool]:

@@ -67,10 +67,15 @@ class Optimizer(torch.optim.Optimizer):
         self.rule, self.optimizer = rule, optimizer
         if optimizer is not None:
             self.param_groups = optimizer.param_groups
-            self._lend_step(optimizer)
+
+    def belong_to(self, trainer: Trainer) -> None:
+        """From here on an engine takes the steps: also those of the user's own, which would update what this process happens to
+        have."""
+        self.trainer = trainer
+        if self.optimizer is not None:
+            self._lend_step(self.optimizer)
 
     def _lend_step(self, theirs: torch.optim.Optimizer) -> None:
-        """Their own step would update what this process happens to have: let it be the engine's."""
 
         def step(_: torch.optim.Optimizer, closure: None = None) -> None:
             self.step(closure)

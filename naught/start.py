@@ -105,7 +105,7 @@ def initialize(
         membership = Membership(model, membership.groups)
     with ExitStack() as undo:  # if this fails the model is what it was
         if lineup is not None:
-            undo.callback(put_back, model)
+            undo.callback(lambda groups: replace_in_groups(groups, put_back(model)), membership.groups)
             replace_in_groups(membership.groups, localize(model, lineup))
             membership = Membership(model, membership.groups)
         with group.together():

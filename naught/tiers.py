@@ -12,7 +12,7 @@ import torch
 from naught.activation_disk import OnDisk
 from naught.activation_rests import OnDevice, OnHost, Rest
 from naught.comm import Group
-from naught.comm.launch import find_seat, local_ranks
+from naught.comm.launch import local_rank, local_ranks
 from naught.config import Config, placement_of
 from naught.devices import free_host_bytes, room_on
 from naught.disk_side import DiskSide
@@ -165,9 +165,8 @@ def host_side(config: Config, device: torch.device, meter: Meter, largest_numel:
     if all(placement.of(kind).tier is Tier.DEVICE for kind in Kind) and config.naught.placement == "stage":
         return None
     pins = all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block is not None)
-    here = find_seat(os.environ)
     apart = device.type != "cpu"  # else training itself needs the cores, and as many threads as it was given
-    cores = cores_of(here.local_rank if here else 0, local_ranks(os.environ)) if apart else None
+    cores = cores_of(local_rank(os.environ), local_ranks(os.environ)) if apart else None
     limit = config.naught.host_memory and config.naught.host_memory // local_ranks(os.environ)
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
     return HostSide(shelf, Ferry(device, meter, largest_numel, most_slots), HostCrew(cores), config.naught.host_sums)

@@ -3,6 +3,7 @@ what it is with plain data parallelism, bit for bit."""
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from training import HYPER, _clip, config_of, digest
 from naught import initialize, zero
 from naught.checkpoints import Piece
 from naught.engine import Engine
-from naught.errors import ModelError, UsageError
+from naught.errors import ModelError, NaughtError, UsageError
 from naught.fragments import safe_get_full_fp32_param
 from naught.within import Within
 
@@ -605,3 +606,87 @@ def test_where_the_elements_of_a_part_lie():
                 found = torch.cat([whole.flatten()[line.first : line.first + line.numel] for line in lines])
                 assert torch.equal(found, part[start_:stop])
                 assert len(pieces) <= 3
+
+
+def warnings_about_inputs(own: bool) -> list[str]:
+    engine = start(1)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("naught").addHandler(handler)
+    part = dist.get_rank() if own else mesh_of(2, 2)["dp"].get_local_rank()
+    take_steps(engine, part, 2)
+    logging.getLogger("naught").removeHandler(handler)
+    engine.destroy()
+    return [text for text in said if "different inputs" in text]
+
+
+def test_batches_that_differ_where_a_model_is_had_together_are_told_once(worlds):
+    assert worlds[4].run(warnings_about_inputs, False) == [[]] * 4
+    first, *others = worlds[4].run(warnings_about_inputs, True)
+    assert len(first) == 1
+    assert 'mesh["dp"].get_local_rank()' in first[0]
+    assert others == [[]] * 3
+
+
+def fail_to_start() -> tuple[list[bool], bool, float]:
+    """A model and an optimizer of the user's own, and a configuration whose folder is a file."""
+    mesh = mesh_of(2, 2)
+    model = cut(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    bad = config_of(2, offload_optimizer={"device": "nvme", "nvme_path": __file__})
+    del bad["optimizer"]
+    with pytest.raises(NaughtError):
+        initialize(model=model, optimizer=optimizer, config=bad, mesh=mesh)
+    theirs = [param for group in optimizer.param_groups for param in group["params"]]
+    same = [one is other for one, other in zip(theirs, model.parameters(), strict=True)]
+    loss = model(batch(0, 0))
+    loss.backward()
+    optimizer.step()
+    return same, isinstance(model.head.weight, DTensor), model(batch(0, 0)).item() - loss.item()
+
+
+def test_a_start_that_fails_leaves_model_and_optimizer_to_go_on_alone(worlds):
+    for same, cut_again, change in worlds[4].run(fail_to_start):
+        assert all(same)
+        assert cut_again
+        assert change < 0
+
+
+class Tied(Model):
+    """A head that is the words, which are cut; and a norm that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.blocks[1].norm.requires_grad_(False)
+        self.blocks[2].up.requires_grad_(False)
+
+
+def train_tied(stage: int, more: dict[str, Any], folder: str | None = None) -> tuple[list[float], list[float], str]:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    model = Tied()
+    plan: dict[str, Any] = {}
+    for at in range(LAYERS):
+        plan |= {f"blocks.{at}.{name}": ColwiseParallel() for name in ("mixed", "up")}
+        plan |= {f"blocks.{at}.{name}": RowwiseParallel() for name in ("out", "down")}
+    parallelize_module(model, mesh["tp"], plan)
+    engine = initialize(model=model, config=config_of(stage, clip=0.5, more=more), mesh=mesh)[0]
+    part = mesh["dp"].get_local_rank()
+    losses, norms = take_steps(engine, part, 2)
+    if folder is not None:  # while it is written training goes on, and then it goes on from there again
+        engine.save_checkpoint(folder, "two", asynchronous=True)
+        take_steps(engine, part, 1, first=2)
+        engine.load_checkpoint(folder, "two")
+    more_losses, more_norms = take_steps(engine, part, 2, first=2)
+    engine.destroy()
+    return losses + more_losses, norms + more_norms, digest_of(model)
+
+
+@pytest.mark.parametrize("more", [{}, {"fp16": {"enabled": True, "initial_scale_power": 8}}], ids=["fp32", "fp16"])
+def test_tied_and_frozen_weights_and_saves_in_the_background(worlds, more, tmp_path):
+    runs = [worlds[4].run(train_tied, stage, more) for stage in (0, 2, 3)]
+    assert runs[0] == runs[1] == runs[2]
+    assert worlds[4].run(train_tied, 3, more, str(tmp_path)) == runs[0]

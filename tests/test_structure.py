@@ -174,7 +174,7 @@ LAYERS = [
         "saves.whole",
         "saves",
     ],
-    ["between", "engine", "start", "simulation"],
+    ["inputs", "between", "engine", "start", "simulation"],
     ["fragments", "checkpointing", "zero", "utils", "ops.adam", "ops.adagrad", "ops.lion", "ops"],
     [
         *(f"doctor.{name}" for name in ("finding", "software", "hardware", "place", "network", "speeds", "numerics", "training")),
@@ -256,6 +256,7 @@ TORCH_ALLOWED = {
         "activation_rests",
         "activation_disk",
         "saved",
+        "inputs",
         "checkpointing",
         "comm.among",
         "stored_part",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from naught.errors import UsageError
 
-__all__ = ["DEFAULT_PORT", "Seat", "expand_hosts", "find_seat", "local_ranks", "number"]
+__all__ = ["DEFAULT_PORT", "Seat", "expand_hosts", "find_seat", "local_rank", "local_ranks", "number"]
 
 DEFAULT_PORT = 29500
 _WHERE = "the environment"
@@ -102,6 +102,12 @@ def local_ranks(env: Mapping[str, str]) -> int:
         if count is not None:
             return int(count[0])
     return 1
+
+
+def local_rank(env: Mapping[str, str]) -> int:
+    """Which of them this one is, as far as its launcher says."""
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+    return next((number(env, name) for name in names if name in env), 0)
 
 
 def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
