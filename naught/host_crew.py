@@ -17,7 +17,6 @@ from torch import Tensor
 __all__ = ["HostCrew", "cores_of"]
 
 _NICE = 10  # how far a thread steps back before others on its core
-_SPARE = 8  # of so many cores one is left to the threads that ask the device
 
 
 def cores_of(place: int, ranks: int) -> list[int]:
@@ -25,7 +24,7 @@ def cores_of(place: int, ranks: int) -> list[int]:
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // ranks)
     first = place * share % len(cores)
-    return cores[first : first + max(1, share - -(-share // _SPARE))]
+    return cores[first : first + share]
 
 
 _CREWS: weakref.WeakSet[HostCrew] = weakref.WeakSet()
