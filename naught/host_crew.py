@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = ["HostCrew", "cores_of"]
 
 _NICE = 10  # how far a thread steps back before others on its core
+_SPARE = 8  # of so many cores one is left to the threads that ask the device
 
 
 def cores_of(place: int, ranks: int) -> list[int]:
@@ -24,7 +25,7 @@ def cores_of(place: int, ranks: int) -> list[int]:
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // ranks)
     first = place * share % len(cores)
-    return cores[first : first + share]
+    return cores[first : first + max(1, share - -(-share // _SPARE))]
 
 
 _CREWS: weakref.WeakSet[HostCrew] = weakref.WeakSet()
