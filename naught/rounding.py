@@ -21,7 +21,11 @@ _LOW, _HIGH = 0, 1  # of a master's bits, as they lie in memory
 
 def nearest(into: Tensor, source: Tensor) -> None:
     """As torch rounds: half to even."""
-    into.copy_(source)
+    if source.is_cuda and not into.is_cuda and source.dim() == 1:
+        for place, values in zip(torch.split(into, _AT_A_TIME), torch.split(source, _AT_A_TIME), strict=True):
+            place.copy_(values.to(into.dtype))  # else it would come down wide, and the host would round it
+    else:
+        into.copy_(source)
 
 
 def half_up(into: Tensor, source: Tensor) -> None:
@@ -34,7 +38,7 @@ def half_up(into: Tensor, source: Tensor) -> None:
         upper.copy_((_plain(source).view(torch.int32) + _HALF) >> 16)
         return
     for place, values in zip(torch.split(upper, _AT_A_TIME), torch.split(source, _AT_A_TIME), strict=True):
-        place.copy_((_plain(values).view(torch.int32) + _HALF) >> 16)
+        place.copy_(((_plain(values).view(torch.int32) + _HALF) >> 16).to(torch.int16))
 
 
 def _plain(values: Tensor) -> Tensor:
