@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from test_offload import BF16, HOST, ON_GPU, SMALL
 from training import DEVICE, config_of, engine_of, my_rank
 
 from naught.comm import World
-from naught.errors import ModelError, UsageError
-from naught.machine import Gpu, Machine
+from naught.errors import ModelError, PlacementError, UsageError
+from naught.holding import LEAVING
+from naught.live_bytes import activations_of
+from naught.machine import Gpu, Machine, detect
 from naught.pacing import pace
 from naught.placement import Kind, Tier, place_stage
 from naught.shapes import Transformer
@@ -21,16 +24,39 @@ from naught.steps import Step, UnitBytes, Verb
 from naught.trainer.gpt import Gpt
 
 SHAPE = Transformer(layers=3, hidden=32, heads=2, vocab=96, positions=16)
+IDS = torch.zeros(2, 16, dtype=torch.long, device="meta")
 SPREAD = {"stage3_param_persistence_threshold": 0}
-CASES = {
-    "stage 0": (0, {}),
-    "stage 1": (1, {}),
-    "stage 2": (2, {}),
-    "stage 3": (3, SPREAD),
-    "stage 3, small units whole": (3, {}),
-    "optimizer on the host": (2, {"offload_optimizer": HOST}),
-    "everything on the host": (3, {"offload_optimizer": HOST, "offload_param": HOST, **SPREAD}),
-}
+ONE_THREAD = {
+    "aio": {"block_size": 4096 * 4, "queue_depth": 1, "intra_op_parallelism": 1}
+}  # of several it is luck which have rooms
+
+
+def cases(folder: str, size: int = 1) -> dict[str, tuple[int, dict, dict]]:
+    """Stages with what is to rest elsewhere, and keys beside them."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    below = disk | {"max_in_cpu": 0}
+    everything = {"offload_optimizer": disk, "offload_param": below, **SPREAD}
+    gpu, host = {1: ("420kB", "400kB"), 2: ("210kB", "320kB"), 4: ("260kB", "120kB")}[size]
+    limits = {"placement": "auto", "gpu_memory": gpu, "activation_memory": 1000, "nvme_path": folder}
+    return {
+        "stage 0": (0, {}, {}),
+        "stage 1": (1, {}, {}),
+        "stage 2": (2, {}, {}),
+        "stage 3": (3, SPREAD, {}),
+        "stage 3, small units whole": (3, {}, {}),
+        "optimizer on the host": (2, {"offload_optimizer": HOST}, {}),
+        "narrow gradients on the host": (2, {"offload_optimizer": HOST}, {"naught": {"wide_gradients": False}}),
+        "everything on the host": (3, {"offload_optimizer": HOST, "offload_param": HOST, **SPREAD}, {}),
+        "optimizer on disk": (2, {"offload_optimizer": disk}, ONE_THREAD),
+        "parameters on disk alone": (3, {"offload_param": below, **SPREAD}, ONE_THREAD),
+        "everything on disk": (3, everything, ONE_THREAD),
+        "gradients on disk too": (3, {**everything, "gradients": "disk"}, ONE_THREAD),
+        "checkpoints on the host": (1, {}, {"naught": {"activations": "host"}}),
+        "checkpoints on disk": (1, {}, {"naught": {"activations": "disk", "nvme_path": folder}} | ONE_THREAD),
+        "activations on the host": (3, SPREAD, {"naught": {"activations": "host", "saved_tensors": "all"}}),
+        "a pool": (3, SPREAD, {"naught": limits | {"host_memory": "100MB"}}),
+        "a pool with a disk": (3, SPREAD, {"naught": limits | {"host_memory": host}} | ONE_THREAD),
+    }
 
 
 def model(*, recomputes: bool) -> Gpt:
@@ -46,14 +72,21 @@ def flows(report: dict) -> dict[str, int]:
     return found | report["moved"]
 
 
-def real(case: str, accumulation: int, more: dict, recomputes: bool) -> tuple[dict[str, int], dict[str, int]]:
-    stage, zero = CASES[case]
+def settings(case: str, folder: str, size: int) -> dict:
+    stage, zero, naught = cases(folder, size)[case]
+    accumulation, more = {1: (1, {}), 2: (3, BF16), 4: (1, SMALL)}[size]
+    more = more | naught | {"naught": {**more.get("naught", {}), **naught.get("naught", {})}}
+    return config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero)
+
+
+def real(case: str, folder: str, size: int) -> tuple[dict[str, int], dict[str, int]]:
     torch.manual_seed(0)
-    engine = engine_of(model(recomputes=recomputes), config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero))
+    config = settings(case, folder, size)
+    engine = engine_of(model(recomputes=recomputes(case, size)), config)
     before: dict[str, int] = {}
     for step in range(2):
-        for micro in range(accumulation):
-            ids = torch.full((2, 16), step + micro + my_rank(), device=DEVICE)
+        for micro in range(config["gradient_accumulation_steps"]):
+            ids = torch.full((SAMPLES, 16), step + micro + my_rank(), device=DEVICE)
             engine.backward(engine(ids, ids))
             engine.step()
         for unit in engine.schedule.units.values():
@@ -62,26 +95,65 @@ def real(case: str, accumulation: int, more: dict, recomputes: bool) -> tuple[di
         if step == 0:
             before = flows(engine.report())
     sent = {name: nbytes - before.get(name, 0) for name, nbytes in flows(engine.report()).items()}
-    return sent, engine.report()["peak"]
+    peak = engine.report()["peak"]
+    engine.destroy()
+    return sent, peak
+
+
+def recomputes(case: str, size: int) -> bool:
+    return case.startswith("checkpoints") or (size == 2 and not case.startswith("activations"))
+
+
+SAMPLES = 64  # so many that activations are large enough to be put away
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ranks of a GPU's tests talk by gloo, whose memory is not the device's")
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_what_a_real_run_sends_and_holds(worlds, case, size):
-    accumulation, more = {1: (1, {}), 2: (3, BF16), 4: (1, SMALL)}[size]
-    recomputes = size == 2
-    stage, zero = CASES[case]
-    config = config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero)
-    for rank, (sent, peak) in enumerate(worlds[size].run(real, case, accumulation, more, recomputes)):
+@pytest.mark.parametrize("case", cases(""))
+def test_it_is_what_a_real_run_sends_and_holds(worlds, case, size, tmp_path):
+    machine = replace(detect()[0], ranks=size, ranks_per_node=1)
+    for rank, (sent, peak) in enumerate(worlds[size].run(real, case, str(tmp_path), size)):
         with torch.device("meta"):
-            ids, thought = torch.zeros(2, 16, dtype=torch.long), model(recomputes=recomputes)
-        found = simulate(thought, config, World(size, rank, "gloo"), lambda run, ids=ids: run(ids, ids))
-        assert {name: nbytes for name, nbytes in (found.sent | found.moved).items() if nbytes} == {
-            name: nbytes for name, nbytes in sent.items() if nbytes
-        }
-        ours = {name: nbytes for name, nbytes in found.peak.items() if nbytes and name != "staging"}  # a CPU stages nothing
-        assert ours == {name: nbytes for name, nbytes in peak.items() if nbytes}
+            ids, thought = torch.zeros(SAMPLES, 16, dtype=torch.long), model(recomputes=recomputes(case, size))
+        world = World(size, rank, "gloo", machine)
+        config = settings(case, str(tmp_path / "nowhere"), size)
+        found = simulate(thought, config, world, lambda run, ids=ids: run(ids, ids))
+        assert there(found.sent | found.moved) == there(sent)
+        assert there(found.peak) == there(peak)
+        if "pool" in case:
+            assert {"host", *(["disk"] if "disk" in case else [])} <= {name.split()[0] for name in there(peak)}
+        assert not (tmp_path / "nowhere").exists(), "a simulation writes nothing"
+
+
+def there(found: dict[str, int]) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("again", [False, True])
+def test_activations_are_those_of_a_real_model(dtype, again):
+    """Made and let go by the same operations: to the byte. And with engines around, as many."""
+    made, ids = model(recomputes=again).to(dtype), torch.zeros(64, 16, dtype=torch.long)
+    real = activations_of(made.parameters(), lambda: made(ids, ids))
+    assert real.most > real.kept > 0
+    with torch.device("meta"):
+        thought, none = model(recomputes=again), torch.zeros(64, 16, dtype=torch.long)
+    config = config_of(3, more=BF16 if dtype is torch.bfloat16 else {}, **SPREAD)
+    world = World(2, 1, "gloo", replace(detect()[0], ranks=2, ranks_per_node=1, unified=True))
+    assert simulate(thought, config, world, lambda run: run(none, none)).activations == real
+
+
+def test_checkpoints_that_rest_elsewhere_leave_the_device():
+    def kept(**ours: str) -> int:
+        with torch.device("meta"):
+            thought, ids = model(recomputes=True), torch.zeros(64, 16, dtype=torch.long)
+        config = config_of(1, more={"naught": ours})
+        return simulate(thought, config, World(2), lambda run: run(ids, ids)).activations.kept
+
+    each = 64 * 16 * SHAPE.hidden * 4
+    near, far = kept(), kept(activations="host")
+    assert near - far == (SHAPE.layers - LEAVING) * each, "those that left last may be on their way"
+    assert kept(activations="disk", nvme_path="/nowhere") == far
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])
@@ -118,9 +190,12 @@ def test_mistakes_are_told():
         simulate(Gpt(SHAPE), config_of(1), World(2), lambda run: run())
     with pytest.raises(UsageError, match="rank 2 is none of 2"):
         simulate(thought, config_of(1), World(2, 2), lambda run: run())
+    with pytest.raises(UsageError, match="nobody says what memory the ranks have"):
+        simulate(thought, config_of(3, more={"naught": {"placement": "auto"}}), World(2), lambda run: run(IDS, IDS))
+    full = Machine(ranks=2, disk_bytes=1000)
     disk = {"device": "nvme", "nvme_path": "/nowhere"}
-    with pytest.raises(UsageError, match="the disk and the pool are not simulated yet"):
-        simulate(thought, config_of(3, offload_optimizer=disk), World(2), lambda run: run())
+    with pytest.raises(PlacementError, match=r"would go to /nowhere, and 1\.00 kB a rank are free there"):
+        simulate(thought, config_of(3, offload_optimizer=disk), World(2, machine=full), lambda run: run(IDS, IDS))
 
 
 def test_the_command_says_what_a_rank_sends_and_holds(capsys, tmp_path):
