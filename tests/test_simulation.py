@@ -16,7 +16,7 @@ from naught.errors import ModelError, PlacementError, UsageError
 from naught.holding import LEAVING
 from naught.live_bytes import activations_of
 from naught.machine import Gpu, Machine, detect
-from naught.pacing import pace
+from naught.pacing import Course, Work, pace
 from naught.placement import Kind, Tier, place_stage
 from naught.shapes import Transformer
 from naught.simulation import simulate
@@ -47,6 +47,7 @@ def cases(folder: str, size: int = 1) -> dict[str, tuple[int, dict, dict]]:
         "optimizer on the host": (2, {"offload_optimizer": HOST}, {}),
         "narrow gradients on the host": (2, {"offload_optimizer": HOST}, {"naught": {"wide_gradients": False}}),
         "everything on the host": (3, {"offload_optimizer": HOST, "offload_param": HOST, **SPREAD}, {}),
+        "parameters on the host alone": (3, {"offload_param": HOST, **SPREAD}, {}),
         "optimizer on disk": (2, {"offload_optimizer": disk}, ONE_THREAD),
         "parameters on disk alone": (3, {"offload_param": below, **SPREAD}, ONE_THREAD),
         "everything on disk": (3, everything, ONE_THREAD),
@@ -217,6 +218,25 @@ def test_the_command_says_what_a_rank_sends_and_holds(capsys, tmp_path):
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"network", "compute"}
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("case", [case for case in cases("") if "pool" not in case])
+def test_the_timeline_moves_what_is_counted(case, accumulation):
+    """Each lane is busy for as long as the bytes take that the engine has counted."""
+    stage, zero, more = cases("/nowhere")[case]
+    with torch.device("meta"):
+        ids, thought = torch.zeros(SAMPLES, 16, dtype=torch.long), model(recomputes=recomputes(case, 1))
+    config = config_of(stage, accumulation=accumulation, clip=1.0, more=BF16 | more, **zero)
+    found = simulate(thought, config, World(4), lambda run: run(ids, ids))
+    machine = Machine(ranks=4, gpu=Gpu(1, 1e12, 1e9, 1e9), network_bytes_s=1e9, host_bytes_s=4e9, disk_bytes_s=1e9)
+    busy = {lane: seconds * 1e9 for lane, seconds in pace(found.course, machine).busy.items()}
+    moved = found.moved.items()
+    assert busy["network"] == pytest.approx(sum(found.sent.values()), rel=1e-6)
+    assert busy.get("disk", 0) == pytest.approx(sum(nbytes for name, nbytes in moved if name.startswith("disk")), rel=1e-3)
+    assert busy.get("link", 0) == pytest.approx(sum(nbytes for name, nbytes in moved if not name.startswith("disk")), rel=1e-3)
+    assert busy["compute"] > 0
+    assert ("host" in busy) == (zero.get("offload_optimizer") is not None)
+
+
 def test_lanes_wait_for_each_other_as_the_plan_has_it():
     """Two units of 8 bytes on two ranks: half of a flat travels. The second is gathered while the first computes."""
     size = UnitBytes(weights=8, weight_shard=4, grads=8, grad_shard=4, state_shard=0)
@@ -224,9 +244,9 @@ def test_lanes_wait_for_each_other_as_the_plan_has_it():
     steps += [Step(Verb.USE, Kind.PARAM, "b"), Step(Verb.USE, Kind.GRAD, "b"), Step(Verb.REDUCE, Kind.GRAD, "b")]
     machine = Machine(ranks=2, ranks_per_node=2, gpu=Gpu(1, 1.0, 1.0, 1.0), network_bytes_s=1.0, host_bytes_s=100.0)
     units = ("a", "b")
-    near = pace(
-        steps, dict.fromkeys(units, place_stage(3)), dict.fromkeys(units, size), {"a": 3.0, "b": 5.0}, machine, recomputes=False
-    )
+    works = {"a": Work(flops=3.0), "b": Work(flops=5.0)}
+    course = Course(steps, dict.fromkeys(units, place_stage(3)), dict.fromkeys(units, size), works)
+    near = pace(course, machine)
     assert [(bar.what, bar.start_s, bar.stop_s) for bar in near.bars] == [
         ("gather", 0, 4),
         ("forward", 4, 7),
@@ -237,10 +257,79 @@ def test_lanes_wait_for_each_other_as_the_plan_has_it():
     ]
     assert (near.seconds, near.busy) == (27, {"network": 12, "compute": 18})
     host = dict.fromkeys(units, place_stage(3, optim=Tier.HOST, param=Tier.HOST))
-    far = pace(steps, host, dict.fromkeys(units, size), {"a": 3.0, "b": 5.0}, machine, recomputes=True)
+    works = {name: replace(work, raised=4) for name, work in works.items()}
+    far = pace(replace(course, placements=host, works=works, recomputes=True), machine)
     assert [(bar.lane, bar.start_s, bar.stop_s) for bar in far.bars[:3]] == [
         ("link", 0, 4),
         ("network", 4, 8),
         ("compute", 8, 11),
     ]
     assert far.busy["compute"] == 3 + 5 + 15
+
+
+def three(placement, **work) -> Course:
+    """Three units that compute for a second each, and twice as long in the backward."""
+    names, size = ("a", "b", "c"), UnitBytes(weights=8, weight_shard=4, grads=8, grad_shard=4, state_shard=0)
+    steps = [Step(verb, Kind.PARAM, name) for name in names for verb in (Verb.GATHER, Verb.USE)]
+    steps += [Step(Verb.USE, Kind.GRAD, name) for name in reversed(names)]
+    works = dict.fromkeys(names, Work(flops=1.0, **work))
+    return Course(steps, dict.fromkeys(names, placement), dict.fromkeys(names, size), works)
+
+
+def bars(course: Course, **rates: float) -> list[tuple[str, str, float, float]]:
+    machine = Machine(gpu=Gpu(1, 1.0, 4.0, 1.0), host_bytes_s=100.0, **rates)
+    return [(f"{bar.lane}: {bar.what}", bar.unit, bar.start_s, bar.stop_s) for bar in pace(course, machine).bars]
+
+
+def test_a_unit_waits_for_its_own_update_alone():
+    """The host updates c, a, b, 10 seconds each; a computes while b is updated."""
+    found = bars(three(place_stage(3, optim=Tier.HOST, param=Tier.HOST), updated_numel=10, raised=4), update_numel_s=1.0)
+    assert [bar for bar in found if bar[0] == "host: update"] == [
+        ("host: update", "c", 0, 10),
+        ("host: update", "a", 10, 20),
+        ("host: update", "b", 20, 30),
+    ]
+    assert ("link: load", "a", 20, 21) in found
+    assert ("compute: forward", "a", 21, 22) in found
+    assert ("link: load", "b", 30, 31) in found
+    assert ("compute: forward", "b", 31, 32) in found
+    assert ("compute: forward", "c", 32, 33) in found
+
+
+@pytest.mark.parametrize(("disk_bytes_s", "each"), [(8.0, 10), (2.0, 22)])
+def test_states_on_disk_are_read_updated_and_written_side_by_side(disk_bytes_s, each):
+    """20 bytes read and written, and 4 of new weights: faster than the host updates them, or slower."""
+    course = three(place_stage(3, optim=Tier.DISK, param=Tier.DISK), updated_numel=10, raised=4, state_bytes=20)
+    found = bars(course, update_numel_s=1.0, disk_bytes_s=disk_bytes_s)
+    took = 44 / disk_bytes_s
+    assert ("disk: states", "c", 0, took) in found
+    assert ("disk: states", "a", took, 2 * took) in found
+    assert ("host: update", "c", 0, 10) in found
+    assert ("host: update", "a", max(10, took), max(10, took) + 10) in found
+    assert ("link: load", "a", 2 * each, 2 * each + 1) in found, "once both are done with it"
+
+
+def test_an_update_on_the_device_comes_before_the_forward_and_new_weights_travel_beside_it():
+    machine = Machine(ranks=2, gpu=Gpu(1, 1.0, 4.0, 1.0), network_bytes_s=1.0)
+    course = three(place_stage(2), updated_numel=int(machine.device_update_numel_s))  # a second each
+    found = [(bar.what, bar.unit, bar.start_s, bar.stop_s) for bar in pace(course, machine).bars if bar.start_s < 5]
+    assert found == [
+        ("update", "a", 0, 1),
+        ("gather", "a", 1, 5),
+        ("update", "b", 1, 2),
+        ("update", "c", 2, 3),
+    ]
+    lazy = three(place_stage(2), updated_numel=1, lazy=True)
+    assert [bar.what for bar in pace(lazy, machine).bars][3:5] == ["gather", "forward"]
+
+
+def test_activations_that_are_away_come_back_before_their_backward():
+    course = replace(three(place_stage(1), away_bytes=8), rest=Tier.DISK)
+    found = bars(course, disk_bytes_s=8.0)
+    assert ("link: put away", "a", 1, 3) in found
+    assert ("disk: put away", "a", 3, 4) in found
+    last = next(bar for bar in found if bar[:2] == ("link: put away", "c"))
+    back = next(bar for bar in found if bar[:2] == ("disk: bring back", "c"))
+    again = next(bar for bar in found if bar[:2] == ("compute: backward", "c"))
+    assert last[3] + 1 <= back[2]
+    assert back[3] + 2 <= again[2]
