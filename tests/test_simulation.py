@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from test_offload import BF16, HOST, ON_GPU, SMALL
+from torch import nn
 from training import DEVICE, config_of, engine_of, my_rank
 
+from naught.cli import main
 from naught.comm import World
 from naught.errors import ModelError, PlacementError, UsageError
 from naught.holding import LEAVING
-from naught.live_bytes import activations_of
+from naught.live_bytes import LiveBytes, activations_of
 from naught.machine import Gpu, Machine, detect
 from naught.pacing import Course, Work, pace
 from naught.placement import Kind, Tier, place_stage
@@ -105,7 +107,7 @@ def recomputes(case: str, size: int) -> bool:
     return case.startswith("checkpoints") or (size == 2 and not case.startswith("activations"))
 
 
-SAMPLES = 64  # so many that activations are large enough to be put away
+SAMPLES = 65  # so many that activations are large enough to be put away, and fill no whole number of pages
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ranks of a GPU's tests talk by gloo, whose memory is not the device's")
@@ -142,6 +144,30 @@ def test_activations_are_those_of_a_real_model(dtype, again):
     config = config_of(3, more=BF16 if dtype is torch.bfloat16 else {}, **SPREAD)
     world = World(2, 1, "gloo", replace(detect()[0], ranks=2, ranks_per_node=1, unified=True))
     assert simulate(thought, config, world, lambda run: run(none, none)).activations == real
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_live_bytes_are_those_of_storages(device):
+    x = torch.zeros(1000, device=device)
+    with LiveBytes() as live:
+        y = x + 1
+        seen = y.view(10, 100)
+        x.add_(1)
+        assert (live.held, live.most) == (4000, 4000), "what was there, and what is seen of it, is nothing new"
+        z = y * 2
+        del y
+        assert live.held == 8000, "somebody still sees it"
+        del seen
+        assert (live.held, live.most) == (4000, 8000)
+    del z
+    assert live.held == 0
+
+
+def test_gradients_of_parameters_are_no_activations():
+    layers = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
+    found = activations_of(layers.parameters(), lambda: layers(torch.zeros(1, 100)).sum())
+    assert all(param.grad is None for param in layers.parameters())
+    assert found.most < 2 * 100 * 100 * 4, "one at a time"
 
 
 def test_checkpoints_that_rest_elsewhere_leave_the_device():
@@ -184,6 +210,26 @@ def test_a_trillion_parameters_on_4096_ranks():
     assert time.monotonic() - began < 100, "it hangs on something that grows with the ranks"
 
 
+def test_a_trillion_parameters_on_the_disks_of_512_ranks():
+    """ZeRO-Infinity with everything on disk: nothing of it is written, and all of it is counted."""
+    shape = Transformer(layers=128, hidden=25_600, heads=200, vocab=51_200, positions=2048)
+    with torch.device("meta"):
+        ids, thought = torch.zeros(1, 2048, dtype=torch.long), Gpt(shape)
+        thought.checkpointing = True
+    stage, zero, _ = cases("/nowhere")["gradients on disk too"]
+    config = config_of(stage, more={"bf16": {"enabled": True}}, **zero)
+    began = time.monotonic()
+    found = simulate(thought, config, World(512), lambda run: run(ids, ids))
+    mine = found.numel / 512
+    # Of each element: 4 of a master and 8 of moments, a gradient of 2, and a weight of 2, which is read for both passes.
+    assert found.moved["disk written"] == pytest.approx((12 + 2 + 2) * mine, rel=0.001)
+    assert found.moved["disk read"] == pytest.approx((12 + 2 + 2 * 2) * mine, rel=0.01)
+    resting = {name: nbytes for name, nbytes in found.peak.items() if name.startswith("disk ")}
+    assert sum(resting.values()) == pytest.approx((12 + 2 + 2) * mine, rel=0.001)
+    assert resting == {name: nbytes for name, nbytes in found.planned.items() if name.startswith("disk ")}
+    assert time.monotonic() - began < 100
+
+
 def test_mistakes_are_told():
     with torch.device("meta"):
         thought = Gpt(SHAPE)
@@ -200,8 +246,6 @@ def test_mistakes_are_told():
 
 
 def test_the_command_says_what_a_rank_sends_and_holds(capsys, tmp_path):
-    from naught.cli import main
-
     assert main(["simulate", "gpt:layers=4,hidden=256,heads=4,vocab=1024", "--ranks", "64", "--stage", "3", "--seq", "64"]) == 0
     shown = capsys.readouterr().out
     for words in ("one of 64 ranks", "all-gather", "reduce-scatter", "gathered weights", "Psi"):
@@ -211,6 +255,7 @@ def test_the_command_says_what_a_rank_sends_and_holds(capsys, tmp_path):
     assert data["ranks"] == 8
     assert data["sent"]["reduce-scatter"] > 0
     assert max(data["busy_s"].values()) <= data["seconds"] <= sum(data["busy_s"].values())
+    assert data["activations"]["most"] > data["activations"]["kept"] > 0
     assert main(["simulate", "nothing"]) == 2
     again = ["simulate", "0.01B", "--ranks", "2", "--seq", "16", "--timeline", str(tmp_path / "line.json")]
     assert [main(again), main(again)] == [0, 2], "nothing is overwritten"
@@ -235,6 +280,50 @@ def test_the_timeline_moves_what_is_counted(case, accumulation):
     assert busy.get("link", 0) == pytest.approx(sum(nbytes for name, nbytes in moved if not name.startswith("disk")), rel=1e-3)
     assert busy["compute"] > 0
     assert ("host" in busy) == (zero.get("offload_optimizer") is not None)
+
+
+TINY = "gpt:layers=2,hidden=64,heads=2,vocab=128"
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "both", "disk", "disk-all", "auto"])
+def test_the_command_takes_every_tier(capsys, offload):
+    asked = ["simulate", TINY, "--ranks", "4", "--gpu", "400MB", "--host", "1GB", "--disk", "1GB", "--offload", offload, "--json"]
+    assert main([*asked, "--activations", "disk", "--seq", "512"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tiers = {name.split()[0] for name, nbytes in found["peak"].items() if nbytes}
+    assert ("disk states" in found["peak"]) == offload.startswith("disk")
+    assert ("disk gradients" in found["peak"]) == (offload == "disk-all")
+    assert "host" in tiers
+    assert found["moved"]["activations to the host"] == found["moved"]["activations to the device"] > 0
+    assert found["peak"]["disk activations"] > 0
+    assert found["busy_s"]["disk"] > 0
+
+
+def test_the_pool_of_the_command_is_that_of_its_machine(capsys):
+    """Less of a GPU leaves less of the states there; nothing is known of the computer that this is."""
+    found = []
+    for gpu in ("400MB", "90MB"):
+        asked = ["simulate", "gpt:layers=8,hidden=512,heads=8,vocab=512", "--ranks", "4", "--seq", "64", "--offload", "auto"]
+        assert main([*asked, "--gpu", gpu, "--host", "1GB", "--disk", "1GB", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["peak"])
+    large, small = found
+    assert "host states" not in large
+    assert small["host states"] > 0
+    assert main([*asked, "--gpu", "1MB", "--host", "1MB", "--disk", "1GB"]) == 2
+    assert "the model does not fit" in capsys.readouterr().err
+
+
+def test_the_command_says_what_is_wrong_with_its_numbers(capsys):
+    assert main(["simulate", TINY, "--ranks", "4", "--rank", "4"]) == 2
+    assert "rank 4 is none of 4. Give a rank from 0 to 3" in capsys.readouterr().err
+    for option in ("--batch", "--seq", "--accumulation"):
+        with pytest.raises(SystemExit) as ended:
+            main(["simulate", TINY, option, "0"])
+        assert ended.value.code == 2
+        assert f"argument {option}: must be a whole number of at least 1, is 0" in capsys.readouterr().err
+    assert main(["simulate", TINY, "--real", "--offload", "disk"]) == 2
+    assert "name a folder" in capsys.readouterr().err.lower()
+    assert main(["simulate", "1.5B", "--ranks", "2", "--seq", "16", "--json"]) == 0, "its heads are odd"
 
 
 def test_lanes_wait_for_each_other_as_the_plan_has_it():
