@@ -24,12 +24,15 @@ class OnDisk:
 
     def __init__(self, device: torch.device, meter: Meter, disk: DiskSide) -> None:
         self.lanes, self.disk = Lanes(device, meter), disk
-        self.writing: deque[Future[None]] = deque()
+        # Given back in their order and not when the disk is done: so the rooms of a step are as many every time.
+        self.writing: deque[tuple[Future[None], Room]] = deque()
         self.rising: deque[tuple[Point, Room]] = deque()  # rooms that the device still copies from
 
     def put(self, flat: Tensor) -> Resting:
         while len(self.writing) > LEAVING:
-            wait([self.writing.popleft()])
+            written, room = self.writing.popleft()
+            wait([written])
+            self.lanes.rooms.give_back(room)
         room = self.lanes.rooms.take(flat.nbytes)
         arrived = self.lanes.send(flat, room)
         stored = self.disk.take(flat.numel(), flat.dtype, "activations")
@@ -39,8 +42,7 @@ class OnDisk:
             stored.write_all(room, place)
 
         written = self.disk.crew.ask(len(stored.tiles), write_tile)
-        written.add_done_callback(lambda _: self.lanes.rooms.give_back(room))
-        self.writing.append(written)
+        self.writing.append((written, room))
         return _OnDisk(self, stored, written)
 
     def read(self, stored: Stored, written: Future[None]) -> tuple[Room, Future[None]]:
@@ -63,7 +65,8 @@ class OnDisk:
         return into
 
     def close(self) -> None:
-        wait(self.writing)
+        wait([written for written, _ in self.writing])
+        self.writing.clear()
         self.disk.close()
         self.lanes.close()
 

@@ -153,7 +153,7 @@ class Lanes:
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self.device, self.meter, self.down, self.up = device, meter, Lane(device), Lane(device)
-        make = partial(Room.make, register=device.type == "cuda")
+        make = partial(Room.make, device=device)
         self.rooms = Rooms(make, meter, "host activations", self._come_to_rest)
         self.leaving: deque[tuple[Tensor, Point]] = deque()
         # What was asked for and never taken, when nobody can want it any more: as it comes, in whichever thread that is.

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from naught.ferry import Arrival, Delivered, Ferry
-from naught.host_crew import HostCrew
+from naught.host_crew import Crew
 from naught.rounding import Rounds
 
 __all__ = ["Beside"]
@@ -17,7 +17,7 @@ __all__ = ["Beside"]
 class Beside:
     """What is under way of one segment, if anything is."""
 
-    def __init__(self, crew: HostCrew, ferry: Ferry, rounds: Rounds) -> None:
+    def __init__(self, crew: Crew, ferry: Ferry, rounds: Rounds) -> None:
         self.crew, self.ferry, self.rounds = crew, ferry, rounds
         self.updating: Future[None] | None = None  # an update that may not be over
         self.coming: Arrival | Delivered | None = None  # new weights that may still be on their way to where they rest

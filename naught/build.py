@@ -29,10 +29,11 @@ from naught.moving import Budgets
 from naught.placement import Place, Placement, Tier
 from naught.pooling import Limits, place_in_pool, refuse_full_disk, slots_beside
 from naught.precision import DTYPES, Precision, kept_in_fp32
+from naught.present import present
 from naught.segment import Segment
 from naught.shapes import Run
 from naught.sizes import PlacedRun
-from naught.tiers import disk_folder, disk_side, free_disk_bytes, host_side
+from naught.tiers import disk_folder, disk_side, host_side
 from naught.unit import Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits
@@ -175,7 +176,7 @@ def build_units(
     if folder is not None:
         with group.together():
             placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
-            refuse_full_disk(placed, job, group.parts, free_disk_bytes(folder), folder)
+            refuse_full_disk(placed, job, group.parts, present().disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
     host = host_side(config, device, meter, largest, slots)
     with group.together():

@@ -6,8 +6,9 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from naught.host_crew import HostCrew
+from naught.host_crew import Crew
 from naught.spill import Desk, Room, Spill, Stored
+from naught.spill_file import NoFile, UnnamedFile
 from naught.streams import Point
 
 __all__ = ["DiskSide", "Reading"]
@@ -28,7 +29,7 @@ class DiskSide:
     """What a rank has on disk: a file for each kind of state, room for tiles on their way, and threads that read, update and
     write."""
 
-    def __init__(self, folder: str, desk: Desk, crew: HostCrew) -> None:
+    def __init__(self, folder: str, desk: Desk, crew: Crew) -> None:
         self.folder, self.desk, self.crew = folder, desk, crew
         self.spills: dict[str, Spill] = {}
         self.idle: list[Reading] = []  # rooms for whole shards that nobody reads into
@@ -45,7 +46,8 @@ class DiskSide:
 
     def _spill(self, category: str) -> Spill:
         if category not in self.spills:
-            self.spills[category] = Spill(self.folder)
+            make = NoFile if self.desk.device.type == "meta" else UnnamedFile
+            self.spills[category] = Spill(make(self.folder))
         return self.spills[category]
 
     def read(self, stored: Stored, after: Future[None] | None) -> Reading:
@@ -53,7 +55,7 @@ class DiskSide:
         fitting = [each for each in self.idle if each.room.elements.nbytes >= stored.nbytes]
         reading = min(fitting, key=lambda each: each.room.elements.nbytes, default=None)
         if reading is None:
-            reading = Reading(Room.make(stored.nbytes, register=self.desk.register))
+            reading = Reading(Room.make(stored.nbytes, self.desk.device))
             self.desk.meter.change(_SHARDS, reading.room.elements.nbytes)
         else:
             self.idle.remove(reading)
@@ -76,7 +78,7 @@ class DiskSide:
             self.writing = None
         if self.way is None or self.way.elements.nbytes < nbytes:
             self._drop_way()
-            self.way = Room.make(nbytes, register=self.desk.register)
+            self.way = Room.make(nbytes, self.desk.device)
             self.desk.meter.change(_SUMS, self.way.elements.nbytes)
         return self.way
 

@@ -41,9 +41,9 @@ class _Slot:
 class Ferry:
     """Carries sums of gradients down and weights up, none of them larger than `largest_numel`, through so many slots at most."""
 
-    def __init__(self, device: torch.device, meter: Meter, largest_numel: int, most_slots: int) -> None:
+    def __init__(self, device: torch.device, meter: Meter, largest_numel: int, most_slots: int, *, apart: bool) -> None:
         self.device, self.down, self.up = device, Lane(device), Lane(device)
-        self.apart = device.type != "cpu"  # else all memory is one, and nothing is staged
+        self.apart = apart  # else all memory is one, and nothing is staged
         numel = min(SLOT_NUMEL, largest_numel)  # of 32 bits; of 16 as many again
         self.slots = [_Slot(numel, device) for _ in range(staging_slots(largest_numel, most_slots) - 1 if self.apart else 0)]
         self.landing = _Slot(numel, device) if self.apart else None  # for what comes up and is cast

@@ -12,7 +12,7 @@ from naught.devices import Pool
 from naught.disk_side import DiskSide
 from naught.ferry import Ferry
 from naught.flat import Meter
-from naught.host_crew import HostCrew
+from naught.host_crew import Crew
 from naught.placement import Placement, Tier
 from naught.rounding import Rounds, half_up, nearest
 from naught.shelves import DeviceShelf, Shelf
@@ -51,7 +51,7 @@ class HostSide(NamedTuple):
 
     shelf: Shelf
     ferry: Ferry
-    crew: HostCrew
+    crew: Crew
     rooms: int = 1
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from naught.steps import Moment
 
-__all__ = ["Hooks", "Listener", "keep_out_of_graphs", "recomputing"]
+__all__ = ["Hooks", "Listener", "keep_out_of_graphs", "letting_go", "recomputing"]
 
 
 class Listener(Protocol):
@@ -306,6 +307,21 @@ def _if_same(module: nn.Module, say: Callable[[], None]) -> Callable[..., None]:
             say()
 
     return heard
+
+
+@contextmanager
+def letting_go(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """While open, gradients of these go as they come."""
+
+    def let_go(param: Tensor) -> None:
+        param.grad = None
+
+    hooks = [param.register_post_accumulate_grad_hook(let_go) for param in params if param.requires_grad]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def recomputing() -> bool:

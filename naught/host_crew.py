@@ -10,11 +10,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["HostCrew", "cores_of"]
+__all__ = ["Crew", "HostCrew", "cores_of"]
 
 _NICE = 10  # how far a thread steps back before others on its core
 _SPARE = 8  # of so many cores one is left to the threads that ask the device
@@ -26,6 +27,22 @@ def cores_of(place: int, ranks: int) -> list[int]:
     share = max(1, len(cores) // ranks)
     first = place * share % len(cores)
     return cores[first : first + max(1, share - -(-share // _SPARE))]
+
+
+class Crew(Protocol):
+    """Does jobs one after the other."""
+
+    def worker(self) -> int:
+        """Which of them asks, or that somebody else does."""
+
+    def ask(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
+        """Have something done to each of so many pieces."""
+
+    def scratch(self, numel: int) -> Tensor:
+        """Memory of whoever asks, until the next time."""
+
+    def stop(self) -> None:
+        """Once all is done that was asked."""
 
 
 _CREWS: weakref.WeakSet[HostCrew] = weakref.WeakSet()
@@ -110,6 +127,9 @@ class HostCrew:
         self.threads: list[threading.Thread] = []
         weakref.finalize(self, self.queue.stop)
         _CREWS.add(self)
+
+    def worker(self) -> int:
+        return threading.get_ident()
 
     def ask(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
         """Have something done to each of so many pieces; returns at once."""

@@ -56,6 +56,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 )
 _UNNAMED = GPUS["a100-80gb"]
 _BETWEEN_NODES_BYTES_S = 25e9  # 200 Gb/s for each rank
+_DEVICE_UPDATE_NUMEL_S = 50e9  # a fused AdamW, which device memory bounds; seldom what decides
 
 # The part of each tier that model states may have. The rest is the CUDA context and allocator slack, the operating
 # system and the data loader, and the file system's own.
@@ -114,6 +115,21 @@ class Machine:
     def collective_bytes_s(self) -> float:
         within = self.gpu.peer_bytes_s
         return self.network_bytes_s or (within if self.ranks == self.local_ranks else min(within, _BETWEEN_NODES_BYTES_S))
+
+    @property
+    def rank_disk_bytes_s(self) -> float:
+        """Of the disk, for one rank while its neighbours do the same."""
+        return self.disk_bytes_s / self.local_ranks
+
+    @property
+    def host_update_numel_s(self) -> float:
+        """On the host, for one rank while its neighbours do the same."""
+        return self.update_numel_s / self.local_ranks
+
+    @property
+    def device_update_numel_s(self) -> float:
+        """Without a GPU the device's cores are the host's, and all ranks of the node share them."""
+        return self.host_update_numel_s if self.unified else _DEVICE_UPDATE_NUMEL_S
 
     @property
     def link_bytes_s(self) -> float:

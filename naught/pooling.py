@@ -71,10 +71,10 @@ def _by_staging(limits: Limits) -> list[Limits]:
     ]
 
 
-def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: int, folder: str) -> None:
-    """Before anything is written. `free` is what the ranks of a host have together, for one of them."""
+def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: int | None, folder: str) -> None:
+    """Before anything is written. `free` is what the ranks of a host have together, for one of them; None: nobody says."""
     needed = sum(resting_bytes(run, placement, world, job)[Tier.DISK] for run, placement in placed)
-    if needed > free:
+    if free is not None and needed > free:
         raise PlacementError(
             f"states of {show_bytes(needed)} a rank would go to {folder}, and {show_bytes(free)} a rank are free there",
             where="nvme_path",

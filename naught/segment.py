@@ -157,14 +157,21 @@ class Segment:
         states = self.states
         if self.folded is None:
             weights = self.exact
-            if weights.device != total.device:
+            if self.is_brought_up:
                 return self._due_brought_up(states.cuts(how, used), weights, total)
             return (states.part(cut, weights, total) for cut in states.cuts(how, used))
         self.folded.copy = None
         return self._due_unfolded(states.cuts(how, used), self.target, self.folded.rests, total)
 
+    @property
+    def is_brought_up(self) -> bool:
+        """Whether it is updated on the device, and its weights, which are their own masters, rest on the host."""
+        return self.beside is None and self.kept.master is None and self.home.placement.param.tier is Tier.HOST
+
     def _due_brought_up(self, cuts: Sequence[Cut], weights: Tensor, total: Tensor) -> Iterator[Part]:
         """Weights that rest on the host, with their states on the device, are brought up when it is their turn."""
+        self.home.meter.move("to the device", weights.nbytes)
+        self.home.meter.move("to the host", weights.nbytes)
         for cut in cuts:
             place = weights[slice(*cut.span)]
             near = place.to(total.device)
@@ -273,11 +280,15 @@ class Segment:
                 Delivery(self.weights, self.home).bring_all(self.kept.master)
         elif self.weights.stored is not None:
             with self.home.group.noting():
-                self.weights.stored.fill(self._rounded())
+                rounded = self._rounded()
+                self.home.meter.move("to the host", rounded.nbytes)
+                self.weights.stored.fill(rounded)
         elif self.beside is not None and self.weights.shard is not None:
             assert self.kept.masters is not None
             self.beside.coming = self.beside.bring(self.kept.masters, self.weights.shard)
         elif self.beside is None and self.kept.master is not None:
+            if self.home.placement.param.tier is Tier.HOST:
+                self.home.meter.move("to the host", self.target.nbytes)
             self.weights.rounds(self.target, self.exact)
         elif self.folded is not None:
             self.folded.written(self.target)

@@ -10,7 +10,7 @@ from torch import Tensor
 from naught.errors import PlacementError
 from naught.flat import Meter
 from naught.quantity import show_bytes
-from naught.streams import Slab
+from naught.streams import Slab, host_of
 
 __all__ = ["HOST", "DeviceShelf", "HostShelf", "Shelf"]
 
@@ -45,7 +45,7 @@ class HostShelf:
     def __init__(self, device: torch.device, meter: Meter, *, pins: bool, limit: int | None) -> None:
         self.meter, self.pins, self.limit = meter, pins and device.type == "cuda", limit
         self.apart = device.type == "cuda"  # the device is not the host itself
-        self.place = device if device.type == "meta" else torch.device("cpu")
+        self.place = host_of(device)
         self.held = 0
 
     def take(self, numel: int, dtype: torch.dtype, category: str, *, travels: bool = False) -> Tensor:

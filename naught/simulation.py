@@ -13,12 +13,17 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from naught.comm import World, imagine
-from naught.config import Config, Source, load, placement_of
+from naught.config import Source
+from naught.engine import Engine
 from naught.errors import ModelError, UsageError
-from naught.placement import Kind, Tier
+from naught.fused_attention import ATTENTION_FLOPS, fused_attention
+from naught.live_bytes import Activations, activations_of
+from naught.pacing import Course, Work
+from naught.placement import Tier
+from naught.spill import Stored
 from naught.start import initialize
-from naught.steps import Placements, Step
-from naught.steps import Sizes as UnitSizes
+from naught.steps import Pass
+from naught.unit import Unit
 
 __all__ = ["Simulated", "simulate"]
 
@@ -28,34 +33,41 @@ Sizes = Mapping[str, int]
 @dataclass(frozen=True)
 class Simulated:
     """What one rank does in a step: bytes that it sends by collective, bytes that go between its tiers, the most that it holds by
-    what it is, and its plan, with what each unit of it takes. Weights that rest are counted with what it holds; activations are
-    not."""
+    what it is, and its course: its plan, and what each unit takes. Weights that rest are counted with what it holds; activations
+    on the device by themselves."""
 
     ranks: int
     numel: int
-    units: int
     sent: Sizes
     moved: Sizes
     peak: Sizes
+    activations: Activations
     planned: Sizes
-    plan: tuple[Step, ...]
-    placements: Placements
-    sizes: UnitSizes
-    flops: Mapping[str, float]  # of each unit's forward
+    course: Course
+
+    @property
+    def units(self) -> int:
+        return len(self.course.sizes)
 
     @property
     def verbs(self) -> Sizes:
         """How often each is in the plan."""
-        return Counter(str(step.verb) for step in self.plan)
+        return Counter(str(step.verb) for step in self.course.steps)
+
+    @property
+    def flops(self) -> Mapping[str, float]:
+        """Of each unit's forward."""
+        return {name: work.flops for name, work in self.course.works.items()}
 
 
 def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[Callable[..., Any]], Tensor]) -> Simulated:
     """Take two steps with a model on the meta device; the second one is by its plan. `loss_of` calls what it is given as a script
     calls its engine, with tensors of the meta device, and returns the loss."""
-    _refuse(model, load(config), world)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    _refuse(model, world)
+    apart = world.machine is None or not world.machine.unified
+    with fused_attention(apart=apart), FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter, torch.no_grad():
         loss_of(model)
-    with imagine(world):
+    with imagine(world), fused_attention(apart=apart):
         engine = initialize(model=model, config=config)[0]
         before: dict[str, int] = {}
         for step in range(2):
@@ -68,23 +80,52 @@ def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[
             if step == 0:
                 before = _flows(engine.report())
         report, planned = engine.report(), engine.planned()
-        plan = [step for (training, _), program in engine.schedule.programs.items() if training for step in program.steps]
         flows = {name: nbytes - before.get(name, 0) for name, nbytes in _flows(report).items()}
-        found = Simulated(
+        course = _course(engine, _flops(counter, model, list(engine.schedule.units)), flows)
+        engine.passes.remove()  # from here on the model is alone: what it makes is all that is made
+        return Simulated(
             ranks=world.ranks,
             numel=sum(param.numel() for param in model.parameters()),
-            units=len(engine.schedule.units),
             sent={name: nbytes for name, nbytes in flows.items() if name in _COLLECTIVES},
             moved={name: nbytes for name, nbytes in flows.items() if name not in _COLLECTIVES},
             peak=report["peak"],
+            activations=activations_of(model.parameters(), lambda: loss_of(engine)),
             planned=planned,
-            plan=tuple(plan),
-            placements={name: unit.placement for name, unit in engine.schedule.units.items()},
-            sizes={name: unit.sizes() for name, unit in engine.schedule.units.items()},
-            flops=_flops(counter, model, list(engine.schedule.units)),
+            course=course,
         )
-        engine.passes.remove()
-        return found
+
+
+def _course(engine: Engine, flops: Mapping[str, float], flows: Sizes) -> Course:
+    """The passes of a step one behind the other. Activations that go away are as large for each unit that computes: which tensor
+    is whose nobody knows."""
+    units, passes = engine.schedule.units, engine.gradient_accumulation_steps()
+    programs = {which: program.steps for (training, which), program in engine.schedule.programs.items() if training}
+    unsummed, summed = programs.get(Pass(last=False), ()), programs.get(Pass(), ())
+    inner = [name for name in units if name and flops[name]] or [name for name in units if flops[name]]
+    away = flows.get("activations to the host", 0) // passes // max(1, len(inner))
+    kept = engine.report()["peak"]
+    return Course(
+        steps=(*unsummed * (passes - 1), *summed),
+        placements={name: unit.placement for name, unit in units.items()},
+        sizes={name: unit.sizes() for name, unit in units.items()},
+        works={name: _work(unit, flops[name], away if name in inner else 0) for name, unit in units.items()},
+        rest=next((tier for tier in (Tier.DISK, Tier.HOST) if kept.get(f"{tier} activations")), Tier.DEVICE),
+    )
+
+
+def _work(unit: Unit, flops: float, away_bytes: int) -> Work:
+    masters = sum(4 * segment.kept.owned.numel for segment in unit.trained if segment.remote)
+    own = sum(segment.weights.shard_bytes for segment in unit.segments)
+    held = [held for segment in unit.trained for held in (segment.kept.master, *segment.kept.held.values())]
+    return Work(
+        flops=flops,
+        raised=masters if unit.placement.param.tier is Tier.DEVICE or not own else own,  # shards of none are made of masters
+        fetched=sum(segment.target.nbytes for segment in unit.trained if segment.is_brought_up),
+        updated_numel=sum(segment.kept.owned.numel for segment in unit.trained),
+        state_bytes=sum(state.numel * state.dtype.itemsize for state in held if isinstance(state, Stored)),
+        away_bytes=away_bytes,
+        lazy=unit.lazy,
+    )
 
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "broadcast")
@@ -111,14 +152,8 @@ def _flows(report: Mapping[str, Any]) -> dict[str, int]:
     return dict(found) | dict(report["moved"])
 
 
-def _refuse(model: nn.Module, settings: Config, world: World) -> None:
+def _refuse(model: nn.Module, world: World) -> None:
     if not 0 <= world.rank < world.ranks:
-        raise UsageError(f"rank {world.rank} is none of {world.ranks}", fix="give a rank from 0 on")
+        raise UsageError(f"rank {world.rank} is none of {world.ranks}", fix=f"give a rank from 0 to {world.ranks - 1}")
     if any(not param.is_meta for param in model.parameters()):
         raise ModelError("the model has contents, and a simulation has none", fix='build it inside of torch.device("meta")')
-    placement = placement_of(settings)
-    on_disk = any(placement.of(kind).tier is Tier.DISK for kind in Kind) or settings.naught.activations == "disk"
-    if on_disk or settings.naught.placement != "stage":
-        raise UsageError(
-            "the disk and the pool are not simulated yet", fix="naught plan forecasts them; simulate the device and the host"
-        )

@@ -3,13 +3,9 @@ written, or an error says where it was lost. Files have no names, so nothing sur
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
-import weakref
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -17,34 +13,29 @@ from torch import Tensor
 
 from naught.errors import StorageError
 from naught.extents import Extents
-from naught.file_errors import telling
 from naught.flat import Meter
-from naught.streams import Slab
+from naught.spill_file import File
+from naught.streams import Slab, host_of
 
 __all__ = ["DISK", "Desk", "Room", "Spill", "Stored"]
 
 _ROOMS = "host rooms"  # a category of the meter
 DISK = "disk "  # what the meter's categories of disk space begin with
 _PAGE = 4096  # of which requests past the system's cache are multiples, and where they begin
-_FIXES = {
-    errno.ENOSPC: "make room on the disk, name another folder in nvme_path, or let more states rest elsewhere",
-    errno.EDQUOT: "make room within your quota, or name another folder in nvme_path",
-    errno.EACCES: "name a folder in nvme_path that you may write to",
-    errno.EROFS: "name a folder in nvme_path on a file system that can be written",
-    errno.ENOENT: "name a folder in nvme_path that is there, on every host",
-    errno.EIO: "the disk may be failing: look at the kernel's log, and resume from the last checkpoint",
-}
 
 
 class Room(NamedTuple):
-    """Memory that a disk and a device can reach by themselves, as bytes and as elements."""
+    """Memory that a disk and a device can reach by themselves, as bytes and as elements. For a device without contents it has
+    elements and no bytes: nothing can be written of it, and nothing read."""
 
     memory: memoryview
     elements: Tensor
 
     @classmethod
-    def make(cls, nbytes: int, *, register: bool) -> Room:
-        slab = Slab(_padded(nbytes), register=register)
+    def make(cls, nbytes: int, device: torch.device) -> Room:
+        if device.type == "meta":
+            return cls(memoryview(b""), torch.empty(_padded(nbytes), dtype=torch.uint8, device=device))
+        slab = Slab(_padded(nbytes), register=device.type == "cuda")
         return cls(memoryview(slab.view).cast("B"), slab.tensor(_padded(nbytes), torch.uint8))
 
     def of(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -56,39 +47,41 @@ class Room(NamedTuple):
 
 
 class Desk:
-    """Rooms of whichever thread asks, as many as it has ever needed at once."""
+    """Rooms of whichever thread asks, as many as it has ever needed at once. `worker` tells which one does."""
 
-    def __init__(self, tile_numel: int, meter: Meter, *, register: bool) -> None:
-        self.tile_numel, self.meter, self.register = tile_numel, meter, register
-        self.own, self.lock, self.nbytes = threading.local(), threading.Lock(), 0
+    def __init__(
+        self, tile_numel: int, meter: Meter, device: torch.device, worker: Callable[[], int] = threading.get_ident
+    ) -> None:
+        self.tile_numel, self.meter, self.device, self.worker = tile_numel, meter, device, worker
+        self.rooms: dict[tuple[int, int], Room] = {}  # by whose they are; each is the business of one thread alone
 
     def room(self, at: int, itemsize: int = 4) -> Room:
         """One of them, for a tile of elements of so many bytes."""
-        rooms: dict[int, Room] = self.own.__dict__.setdefault("rooms", {})
-        needed = self.tile_numel * max(itemsize, 4)
-        if at not in rooms or rooms[at].elements.nbytes < needed:
-            rooms[at] = Room.make(needed, register=self.register)
-            with self.lock:
-                self.nbytes += needed
-            self.meter.change(_ROOMS, needed)
-        return rooms[at]
+        key, needed = (self.worker(), at), self.tile_numel * max(itemsize, 4)
+        room = self.rooms.get(key)
+        if room is None or room.elements.nbytes < needed:
+            before = 0 if room is None else room.elements.nbytes
+            room = self.rooms[key] = Room.make(needed, self.device)
+            self.meter.change(_ROOMS, room.elements.nbytes - before)
+        return room
 
     def close(self) -> None:
         """No thread asks any more."""
-        self.meter.change(_ROOMS, -self.nbytes)
-        self.own, self.nbytes = threading.local(), 0
+        self.meter.change(_ROOMS, -sum(room.elements.nbytes for room in self.rooms.values()))
+        self.rooms.clear()
 
 
 class Spill:
-    """A file of one rank. Any thread may read and write."""
+    """What lies where in a file of one rank. Any thread may read and write."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        with telling("make a file in", folder, _FIXES):
-            self.handle = _open(folder)
+    def __init__(self, file: File) -> None:
+        self.file = file
         self.nbytes = 0
         self.spare = Extents()
-        self._close = weakref.finalize(self, os.close, self.handle)
+
+    @property
+    def folder(self) -> str:
+        return self.file.folder
 
     def reserve(self, nbytes: int) -> int:
         """Where so many bytes have room from here on. A disk that is too full says so now."""
@@ -106,47 +99,18 @@ class Spill:
 
     def foresee(self, nbytes: int) -> None:
         """Have room for so many bytes more, which nobody has asked for yet."""
-        if not nbytes:
-            return
-        with telling(f"find room for {nbytes} bytes in", self.folder, _FIXES):
-            try:
-                os.posix_fallocate(self.handle, self.nbytes, nbytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
+        if nbytes:
+            self.file.grow(self.nbytes, nbytes)
 
     def write(self, at: int, data: memoryview) -> None:
-        with telling("write to a file in", self.folder, _FIXES):
-            self._move(os.pwritev, at, data, "nothing was written")
+        self.file.write(at, data)
 
     def read(self, at: int, into: memoryview) -> None:
-        with telling("read from a file in", self.folder, _FIXES):
-            self._move(os.preadv, at, into, "the file ends before the bytes that were asked for")
-
-    def _move(self, call: Callable[[int, list[memoryview], int], int], at: int, data: memoryview, otherwise: str) -> None:
-        """To its end: a call may do a part of it."""
-        done = 0
-        while done < len(data):
-            count = call(self.handle, [data[done:]], at + done)
-            if count == 0:
-                raise OSError(errno.EIO, otherwise)
-            done += count
+        self.file.read(at, into)
 
     def close(self) -> None:
         """Its bytes are nobody's any more."""
-        self._close()
-
-
-def _open(folder: str) -> int:
-    """A file without a name, past the system's cache where the file system can do that."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    for more in (os.O_TMPFILE | os.O_DIRECT, os.O_TMPFILE):
-        with suppress(OSError):  # not every file system has one or the other
-            return os.open(folder, flags | more, 0o600)
-    path = os.path.join(folder, f"naught-{os.getpid()}-{threading.get_ident()}")  # noqa: PTH118  # tests fail os.open, not Path
-    handle = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    os.unlink(path)  # noqa: PTH108
-    return handle
+        self.file.close()
 
 
 class _Tile(NamedTuple):
@@ -218,7 +182,7 @@ class Stored:
     def whole(self) -> Tensor:
         """A copy on the host, which counts again once it is told to be written to."""
         if self.copy is None:
-            self.copy = torch.empty(self.numel, dtype=self.dtype)
+            self.copy = torch.empty(self.numel, dtype=self.dtype, device=host_of(self.desk.device))
             for place, tile in enumerate(self.tiles):
                 self.copy[tile.span].copy_(self.read(place, self.desk.room(0, self.dtype.itemsize)))
         return self.copy

@@ -59,7 +59,7 @@ class StoredPart:
     def _read(self) -> Tensor:
         """Of one tile."""
         place, begin = self._place()
-        tile = self.stored.read(place, Room.make(self.stored.tiles[place].nbytes, register=False))
+        tile = self.stored.read(place, Room.make(self.stored.tiles[place].nbytes, torch.device("cpu")))
         return tile[self.start - begin : self.stop - begin]
 
     def _put(self, values: Tensor) -> None:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopies", "Lane", "Point", "Slab", "here"]
+__all__ = ["HostCopies", "Lane", "Point", "Slab", "here", "host_of"]
 
 _LOG = logging.getLogger("naught")
 
@@ -42,6 +42,11 @@ class Point:
 def here(device: torch.device) -> Point:
     """Where this thread's order on a device is now."""
     return Point(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+
+def host_of(device: torch.device) -> torch.device:
+    """Where a device's host keeps its tensors; the host of what has no contents has none either."""
+    return device if device.type == "meta" else torch.device("cpu")
 
 
 class Lane:

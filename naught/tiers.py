@@ -12,9 +12,8 @@ import torch
 from naught.activation_disk import OnDisk
 from naught.activation_rests import OnDevice, OnHost, Rest
 from naught.comm import Group
-from naught.comm.launch import local_rank, local_ranks
+from naught.comm.launch import local_rank
 from naught.config import Config, placement_of
-from naught.devices import free_host_bytes, room_on
 from naught.disk_side import DiskSide
 from naught.ferry import Ferry
 from naught.file_errors import telling
@@ -22,12 +21,13 @@ from naught.flat import Meter
 from naught.formulas import SMALL_MOMENT, Recipe
 from naught.holding import MOST_SLOTS, TILE_STEP
 from naught.home import HostSide
-from naught.host_crew import HostCrew, cores_of
+from naught.host_crew import Crew, HostCrew, cores_of
 from naught.job import Job
-from naught.machine import detect
 from naught.placement import Kind, Tier
 from naught.pooling import Limits
 from naught.precision import Precision
+from naught.present import present
+from naught.rota import Rota
 from naught.shelves import HostShelf
 from naught.spill import Desk
 
@@ -35,7 +35,6 @@ __all__ = [
     "activation_rest",
     "disk_folder",
     "disk_side",
-    "free_disk_bytes",
     "host_side",
     "job_of",
     "limits_here",
@@ -53,11 +52,10 @@ def limits_here(
     ours = config.naught
     if ours.placement == "stage" and ours.gpu_memory is None and ours.host_memory is None:
         return None
-    room = room_on(device)
-    free = room.free // (1 if device.type != "cpu" else local_ranks(os.environ)) + (room.kept or 0) + own
-    folder = disk_folder(config)
-    spare = 0 if folder is None else free_disk_bytes(folder)
-    mine = torch.tensor([ours.gpu_memory or free, ours.host_memory or free_host_bytes(), spare])
+    around, folder = present(), disk_folder(config)
+    spare = 0 if folder is None else around.disk_bytes(folder) or 0
+    gpu, host = ours.gpu_memory or around.device_bytes(device) + own, ours.host_memory or around.host_bytes()
+    mine = torch.tensor([gpu, host, spare])
     gpu, host, disk = group.exchange(mine).amin(0).tolist()  # all ranks place alike: none counts on more than another has
     return limits_of_bytes(config, precision, moments, group.parts, device, gpu=gpu, host=host, disk=disk)
 
@@ -66,8 +64,8 @@ def limits_of_bytes(
     config: Config, precision: Precision, moments: int, world: int, device: torch.device, *, gpu: int, host: int, disk: int = 0
 ) -> Limits:
     """The same, where the bytes of device and host, and of one rank on disk, are known."""
-    ours, here, apart = config.naught, local_ranks(os.environ), device.type != "cpu"
-    machine = detect()[0]
+    ours, around = config.naught, present()
+    here, apart, machine = around.local_ranks, around.is_apart(device), around.machine
     return Limits(
         replace(
             machine,
@@ -100,15 +98,6 @@ def job_of(config: Config, precision: Precision, moments: int) -> Job:
     )
 
 
-def free_disk_bytes(folder: str) -> int:
-    """Of the file system that a folder is on, or will be: what one rank of this host may have."""
-    here = Path(folder).resolve()
-    while not here.exists():
-        here = here.parent
-    found = os.statvfs(here)
-    return found.f_bavail * found.f_frsize // local_ranks(os.environ)
-
-
 def disk_side(config: Config, device: torch.device, meter: Meter, largest_numel: int) -> DiskSide | None:
     """What a rank needs on disk; None: nothing can rest there."""
     folder = disk_folder(config)
@@ -132,11 +121,13 @@ def activation_rest(config: Config, device: torch.device, meter: Meter) -> Rest 
 
 def _disk_side_in(folder: str, config: Config, device: torch.device, meter: Meter, largest_numel: int) -> DiskSide:
     numel = min(config.aio.block_size // 4, largest_numel)
-    desk = Desk(max(1, -(-numel // TILE_STEP)) * TILE_STEP, meter, register=device.type == "cuda")
-    with telling("make the folder", folder, {errno.ENOTDIR: "name a folder in nvme_path, not a file"}):
-        Path(folder).mkdir(0o700, parents=True, exist_ok=True)
-    threads: list[int | None] = [None] * _disk_threads(config)
-    return DiskSide(folder, desk, HostCrew(threads))
+    tile_numel, threads = max(1, -(-numel // TILE_STEP)) * TILE_STEP, _disk_threads(config)
+    crew: Crew = Rota(threads)
+    if device.type != "meta":
+        with telling("make the folder", folder, {errno.ENOTDIR: "name a folder in nvme_path, not a file"}):
+            Path(folder).mkdir(0o700, parents=True, exist_ok=True)
+        crew = HostCrew([None] * threads)
+    return DiskSide(folder, Desk(tile_numel, meter, device, crew.worker), crew)
 
 
 def _disk_threads(config: Config) -> int:
@@ -165,8 +156,15 @@ def host_side(config: Config, device: torch.device, meter: Meter, largest_numel:
     if all(placement.of(kind).tier is Tier.DEVICE for kind in Kind) and config.naught.placement == "stage":
         return None
     pins = all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block is not None)
-    apart = device.type != "cpu"  # else training itself needs the cores, and as many threads as it was given
-    cores = cores_of(local_rank(os.environ), local_ranks(os.environ)) if apart else None
-    limit = config.naught.host_memory and config.naught.host_memory // local_ranks(os.environ)
+    around = present()
+    limit = config.naught.host_memory and config.naught.host_memory // around.local_ranks
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
-    return HostSide(shelf, Ferry(device, meter, largest_numel, most_slots), HostCrew(cores), config.naught.host_sums)
+    ferry = Ferry(device, meter, largest_numel, most_slots, apart=around.is_apart(device))
+    return HostSide(shelf, ferry, _host_crew(device, around.local_ranks), config.naught.host_sums)
+
+
+def _host_crew(device: torch.device, ranks: int) -> Crew:
+    if device.type == "meta":
+        return Rota(1)
+    # On a CPU training itself needs the cores, and as many threads as it was given.
+    return HostCrew(None if device.type == "cpu" else cores_of(local_rank(os.environ), ranks))

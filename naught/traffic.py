@@ -81,9 +81,6 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
     return Traffic(volume, link, disk)
 
 
-_DEVICE_UPDATE_NUMEL_S = 50e9  # a fused AdamW on device memory; never what decides
-
-
 def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int | None, machine: Machine, job: Job) -> Times:
     if forward_flops is None:
         forward_flops = 2 * job.micro_batch * job.seq * sum(run.numel * run.repeat for run, _ in placed)
@@ -95,12 +92,10 @@ def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int |
             on_device += share
         else:
             on_host += share
-    # Without a GPU the device's cores are the host's, and all ranks of the node share them.
-    on_device_numel_s = machine.update_numel_s / machine.local_ranks if machine.unified else _DEVICE_UPDATE_NUMEL_S
     return Times(
         compute=forwards * forward_flops * job.accumulation / machine.gpu.flops,
         network=sum(traffic.volume.values()) / machine.collective_bytes_s,
         link=traffic.link / machine.link_bytes_s,
-        update=on_device / on_device_numel_s + on_host * machine.local_ranks / machine.update_numel_s,
-        disk=traffic.disk * machine.local_ranks / machine.disk_bytes_s,
+        update=on_device / machine.device_update_numel_s + on_host / machine.host_update_numel_s,
+        disk=traffic.disk / machine.rank_disk_bytes_s,
     )

@@ -196,9 +196,9 @@ def test_rooms_are_used_again(tmp_path):
             engine.backward(engine(batch(step, 0)))
             engine.step()
             peaks.append({name: nbytes for name, nbytes in engine.report()["peak"].items() if "activations" in name})
-        if where == "disk":  # which of its few rooms are free depends on the disk
-            assert peaks[-1].pop("host activations") <= 6 * ONE
-            peaks[0].pop("host activations")
+        if where == "disk":  # the first step finds no rooms of one before
+            assert peaks[-1]["host activations"] <= 6 * ONE
+            peaks.pop(0)
         assert peaks[0] == peaks[-1], where
         engine.eval()
         with torch.no_grad():
@@ -316,7 +316,7 @@ def test_mistakes_of_a_script_are_told():
 
 def test_a_disk_that_fails_is_told_where_the_activation_is_needed(tmp_path, monkeypatch):
     rest = OnDisk(
-        torch.device("cpu"), Meter(), DiskSide(str(tmp_path), Desk(4096, Meter(), register=False), HostCrew([None, None]))
+        torch.device("cpu"), Meter(), DiskSide(str(tmp_path), Desk(4096, Meter(), torch.device("cpu")), HostCrew([None, None]))
     )
     kept = rest.put(torch.arange(20_000.0))
     assert torch.equal(kept.back(), torch.arange(20_000.0))

@@ -47,6 +47,7 @@ from naught.placement import Kind
 from naught.shapes import Run
 from naught.sizes import PlacedRun
 from naught.spill import Desk, Room, Spill, Stored
+from naught.spill_file import UnnamedFile
 from naught.working_set import working_set
 
 FLIPS, KILLS = (5_000, 500) if SOAK else (500, 50)
@@ -579,11 +580,12 @@ def test_rooms_are_given_back(tmp_path):
 
 def test_no_bit_that_flips_goes_unnoticed(tmp_path):
     dice = random.Random(0)
-    spill = Spill(str(tmp_path))
-    stored = Stored(spill, Desk(4096, Meter(), register=False), 3 * 4096 + 64, torch.float32, "states")
+    file = UnnamedFile(str(tmp_path))
+    spill = Spill(file)
+    stored = Stored(spill, Desk(4096, Meter(), torch.device("cpu")), 3 * 4096 + 64, torch.float32, "states")
     values = torch.randn(stored.numel, generator=torch.Generator().manual_seed(0))
     stored.fill(values)
-    handle = os.open(f"/proc/self/fd/{spill.handle}", os.O_RDWR)  # not past the cache: single bytes
+    handle = os.open(f"/proc/self/fd/{file.handle}", os.O_RDWR)  # not past the cache: single bytes
     noticed = 0
     for _ in range(FLIPS):
         tile = dice.choice(stored.tiles)
@@ -605,10 +607,10 @@ def test_no_bit_that_flips_goes_unnoticed(tmp_path):
 
 
 def test_a_tile_that_was_not_written_to_its_end_is_not_read_as_another(tmp_path):
-    spill = Spill(str(tmp_path))
-    stored = Stored(spill, Desk(4096, Meter(), register=False), 4096, torch.float32, "states")
+    spill = Spill(UnnamedFile(str(tmp_path)))
+    stored = Stored(spill, Desk(4096, Meter(), torch.device("cpu")), 4096, torch.float32, "states")
     assert torch.equal(stored.whole(), torch.zeros(4096)), "zeros at first"
-    room = Room.make(4096 * 4, register=False)
+    room = Room.make(4096 * 4, torch.device("cpu"))
     with pytest.raises(StorageError), _Failing(1, "EIO"):
         stored.write(0, room)
     stored.will_change()

@@ -212,3 +212,19 @@ def test_nothing_but_an_earlier_page_is_overwritten(tmp_path, capsys):
         assert said in error and error.count("\n") == 1
     assert mine.read_text() == "mine"
     assert [path.name for path in Path(tmp_path).iterdir()] == ["notes.html"]
+
+
+@pytest.mark.parametrize("beside", [["7.5B"], ["--ranks", "64"], ["7.5B", "--gpu", "h100", "--batch", "2"]], ids=str)
+def test_a_paper_has_models_and_machines_of_its_own(capsys, tmp_path, beside):
+    out = tmp_path / "scaling.html"
+    assert main(["plan", "--paper", "scaling", "--html", str(out), *beside]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert beside[0] in printed.err
+    assert not out.exists()
+
+
+def test_nothing_is_printed_where_its_page_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "mine.html").write_text("mine")
+    assert main(["plan", "--paper", "scaling", "--html", str(tmp_path / "mine.html")]) == 2
+    assert capsys.readouterr().out == ""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from test_offload import BF16, HOST, ON_GPU, SMALL
+from torch import nn
 from training import DEVICE, config_of, engine_of, my_rank
 
+from naught.cli import main
 from naught.comm import World
-from naught.errors import ModelError, UsageError
-from naught.machine import Gpu, Machine
-from naught.pacing import pace
+from naught.errors import ModelError, PlacementError, UsageError
+from naught.holding import LEAVING
+from naught.live_bytes import LiveBytes, activations_of
+from naught.machine import Gpu, Machine, detect
+from naught.pacing import Course, Work, pace
 from naught.placement import Kind, Tier, place_stage
 from naught.shapes import Transformer
 from naught.simulation import simulate
@@ -21,16 +26,40 @@ from naught.steps import Step, UnitBytes, Verb
 from naught.trainer.gpt import Gpt
 
 SHAPE = Transformer(layers=3, hidden=32, heads=2, vocab=96, positions=16)
+IDS = torch.zeros(2, 16, dtype=torch.long, device="meta")
 SPREAD = {"stage3_param_persistence_threshold": 0}
-CASES = {
-    "stage 0": (0, {}),
-    "stage 1": (1, {}),
-    "stage 2": (2, {}),
-    "stage 3": (3, SPREAD),
-    "stage 3, small units whole": (3, {}),
-    "optimizer on the host": (2, {"offload_optimizer": HOST}),
-    "everything on the host": (3, {"offload_optimizer": HOST, "offload_param": HOST, **SPREAD}),
-}
+ONE_THREAD = {
+    "aio": {"block_size": 4096 * 4, "queue_depth": 1, "intra_op_parallelism": 1}
+}  # of several it is luck which have rooms
+
+
+def cases(folder: str, size: int = 1) -> dict[str, tuple[int, dict, dict]]:
+    """Stages with what is to rest elsewhere, and keys beside them."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    below = disk | {"max_in_cpu": 0}
+    everything = {"offload_optimizer": disk, "offload_param": below, **SPREAD}
+    gpu, host = {1: ("420kB", "400kB"), 2: ("210kB", "320kB"), 4: ("260kB", "120kB")}[size]
+    limits = {"placement": "auto", "gpu_memory": gpu, "activation_memory": 1000, "nvme_path": folder}
+    return {
+        "stage 0": (0, {}, {}),
+        "stage 1": (1, {}, {}),
+        "stage 2": (2, {}, {}),
+        "stage 3": (3, SPREAD, {}),
+        "stage 3, small units whole": (3, {}, {}),
+        "optimizer on the host": (2, {"offload_optimizer": HOST}, {}),
+        "narrow gradients on the host": (2, {"offload_optimizer": HOST}, {"naught": {"wide_gradients": False}}),
+        "everything on the host": (3, {"offload_optimizer": HOST, "offload_param": HOST, **SPREAD}, {}),
+        "parameters on the host alone": (3, {"offload_param": HOST, **SPREAD}, {}),
+        "optimizer on disk": (2, {"offload_optimizer": disk}, ONE_THREAD),
+        "parameters on disk alone": (3, {"offload_param": below, **SPREAD}, ONE_THREAD),
+        "everything on disk": (3, everything, ONE_THREAD),
+        "gradients on disk too": (3, {**everything, "gradients": "disk"}, ONE_THREAD),
+        "checkpoints on the host": (1, {}, {"naught": {"activations": "host"}}),
+        "checkpoints on disk": (1, {}, {"naught": {"activations": "disk", "nvme_path": folder}} | ONE_THREAD),
+        "activations on the host": (3, SPREAD, {"naught": {"activations": "host", "saved_tensors": "all"}}),
+        "a pool": (3, SPREAD, {"naught": limits | {"host_memory": "100MB"}}),
+        "a pool with a disk": (3, SPREAD, {"naught": limits | {"host_memory": host}} | ONE_THREAD),
+    }
 
 
 def model(*, recomputes: bool) -> Gpt:
@@ -46,14 +75,21 @@ def flows(report: dict) -> dict[str, int]:
     return found | report["moved"]
 
 
-def real(case: str, accumulation: int, more: dict, recomputes: bool) -> tuple[dict[str, int], dict[str, int]]:
-    stage, zero = CASES[case]
+def settings(case: str, folder: str, size: int) -> dict:
+    stage, zero, naught = cases(folder, size)[case]
+    accumulation, more = {1: (1, {}), 2: (3, BF16), 4: (1, SMALL)}[size]
+    more = more | naught | {"naught": {**more.get("naught", {}), **naught.get("naught", {})}}
+    return config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero)
+
+
+def real(case: str, folder: str, size: int) -> tuple[dict[str, int], dict[str, int]]:
     torch.manual_seed(0)
-    engine = engine_of(model(recomputes=recomputes), config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero))
+    config = settings(case, folder, size)
+    engine = engine_of(model(recomputes=recomputes(case, size)), config)
     before: dict[str, int] = {}
     for step in range(2):
-        for micro in range(accumulation):
-            ids = torch.full((2, 16), step + micro + my_rank(), device=DEVICE)
+        for micro in range(config["gradient_accumulation_steps"]):
+            ids = torch.full((SAMPLES, 16), step + micro + my_rank(), device=DEVICE)
             engine.backward(engine(ids, ids))
             engine.step()
         for unit in engine.schedule.units.values():
@@ -62,26 +98,89 @@ def real(case: str, accumulation: int, more: dict, recomputes: bool) -> tuple[di
         if step == 0:
             before = flows(engine.report())
     sent = {name: nbytes - before.get(name, 0) for name, nbytes in flows(engine.report()).items()}
-    return sent, engine.report()["peak"]
+    peak = engine.report()["peak"]
+    engine.destroy()
+    return sent, peak
+
+
+def recomputes(case: str, size: int) -> bool:
+    return case.startswith("checkpoints") or (size == 2 and not case.startswith("activations"))
+
+
+SAMPLES = 65  # so many that activations are large enough to be put away, and fill no whole number of pages
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ranks of a GPU's tests talk by gloo, whose memory is not the device's")
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_what_a_real_run_sends_and_holds(worlds, case, size):
-    accumulation, more = {1: (1, {}), 2: (3, BF16), 4: (1, SMALL)}[size]
-    recomputes = size == 2
-    stage, zero = CASES[case]
-    config = config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero)
-    for rank, (sent, peak) in enumerate(worlds[size].run(real, case, accumulation, more, recomputes)):
+@pytest.mark.parametrize("case", cases(""))
+def test_it_is_what_a_real_run_sends_and_holds(worlds, case, size, tmp_path):
+    machine = replace(detect()[0], ranks=size, ranks_per_node=1)
+    for rank, (sent, peak) in enumerate(worlds[size].run(real, case, str(tmp_path), size)):
         with torch.device("meta"):
-            ids, thought = torch.zeros(2, 16, dtype=torch.long), model(recomputes=recomputes)
-        found = simulate(thought, config, World(size, rank, "gloo"), lambda run, ids=ids: run(ids, ids))
-        assert {name: nbytes for name, nbytes in (found.sent | found.moved).items() if nbytes} == {
-            name: nbytes for name, nbytes in sent.items() if nbytes
-        }
-        ours = {name: nbytes for name, nbytes in found.peak.items() if nbytes and name != "staging"}  # a CPU stages nothing
-        assert ours == {name: nbytes for name, nbytes in peak.items() if nbytes}
+            ids, thought = torch.zeros(SAMPLES, 16, dtype=torch.long), model(recomputes=recomputes(case, size))
+        world = World(size, rank, "gloo", machine)
+        config = settings(case, str(tmp_path / "nowhere"), size)
+        found = simulate(thought, config, world, lambda run, ids=ids: run(ids, ids))
+        assert there(found.sent | found.moved) == there(sent)
+        assert there(found.peak) == there(peak)
+        if "pool" in case:
+            assert {"host", *(["disk"] if "disk" in case else [])} <= {name.split()[0] for name in there(peak)}
+        assert not (tmp_path / "nowhere").exists(), "a simulation writes nothing"
+
+
+def there(found: dict[str, int]) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("again", [False, True])
+def test_activations_are_those_of_a_real_model(dtype, again):
+    """Made and let go by the same operations: to the byte. And with engines around, as many."""
+    made, ids = model(recomputes=again).to(dtype), torch.zeros(64, 16, dtype=torch.long)
+    real = activations_of(made.parameters(), lambda: made(ids, ids))
+    assert real.most > real.kept > 0
+    with torch.device("meta"):
+        thought, none = model(recomputes=again), torch.zeros(64, 16, dtype=torch.long)
+    config = config_of(3, more=BF16 if dtype is torch.bfloat16 else {}, **SPREAD)
+    world = World(2, 1, "gloo", replace(detect()[0], ranks=2, ranks_per_node=1, unified=True))
+    assert simulate(thought, config, world, lambda run: run(none, none)).activations == real
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_live_bytes_are_those_of_storages(device):
+    x = torch.zeros(1000, device=device)
+    with LiveBytes() as live:
+        y = x + 1
+        seen = y.view(10, 100)
+        x.add_(1)
+        assert (live.held, live.most) == (4000, 4000), "what was there, and what is seen of it, is nothing new"
+        z = y * 2
+        del y
+        assert live.held == 8000, "somebody still sees it"
+        del seen
+        assert (live.held, live.most) == (4000, 8000)
+    del z
+    assert live.held == 0
+
+
+def test_gradients_of_parameters_are_no_activations():
+    layers = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
+    found = activations_of(layers.parameters(), lambda: layers(torch.zeros(1, 100)).sum())
+    assert all(param.grad is None for param in layers.parameters())
+    assert found.most < 2 * 100 * 100 * 4, "one at a time"
+
+
+def test_checkpoints_that_rest_elsewhere_leave_the_device():
+    def kept(**ours: str) -> int:
+        with torch.device("meta"):
+            thought, ids = model(recomputes=True), torch.zeros(64, 16, dtype=torch.long)
+        config = config_of(1, more={"naught": ours})
+        return simulate(thought, config, World(2), lambda run: run(ids, ids)).activations.kept
+
+    each = 64 * 16 * SHAPE.hidden * 4
+    near, far = kept(), kept(activations="host")
+    assert near - far == (SHAPE.layers - LEAVING) * each, "those that left last may be on their way"
+    assert kept(activations="disk", nvme_path="/nowhere") == far
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])
@@ -111,6 +210,26 @@ def test_a_trillion_parameters_on_4096_ranks():
     assert time.monotonic() - began < 100, "it hangs on something that grows with the ranks"
 
 
+def test_a_trillion_parameters_on_the_disks_of_512_ranks():
+    """ZeRO-Infinity with everything on disk: nothing of it is written, and all of it is counted."""
+    shape = Transformer(layers=128, hidden=25_600, heads=200, vocab=51_200, positions=2048)
+    with torch.device("meta"):
+        ids, thought = torch.zeros(1, 2048, dtype=torch.long), Gpt(shape)
+        thought.checkpointing = True
+    stage, zero, _ = cases("/nowhere")["gradients on disk too"]
+    config = config_of(stage, more={"bf16": {"enabled": True}}, **zero)
+    began = time.monotonic()
+    found = simulate(thought, config, World(512), lambda run: run(ids, ids))
+    mine = found.numel / 512
+    # Of each element: 4 of a master and 8 of moments, a gradient of 2, and a weight of 2, which is read for both passes.
+    assert found.moved["disk written"] == pytest.approx((12 + 2 + 2) * mine, rel=0.001)
+    assert found.moved["disk read"] == pytest.approx((12 + 2 + 2 * 2) * mine, rel=0.01)
+    resting = {name: nbytes for name, nbytes in found.peak.items() if name.startswith("disk ")}
+    assert sum(resting.values()) == pytest.approx((12 + 2 + 2) * mine, rel=0.001)
+    assert resting == {name: nbytes for name, nbytes in found.planned.items() if name.startswith("disk ")}
+    assert time.monotonic() - began < 100
+
+
 def test_mistakes_are_told():
     with torch.device("meta"):
         thought = Gpt(SHAPE)
@@ -118,14 +237,15 @@ def test_mistakes_are_told():
         simulate(Gpt(SHAPE), config_of(1), World(2), lambda run: run())
     with pytest.raises(UsageError, match="rank 2 is none of 2"):
         simulate(thought, config_of(1), World(2, 2), lambda run: run())
+    with pytest.raises(UsageError, match="nobody says what memory the ranks have"):
+        simulate(thought, config_of(3, more={"naught": {"placement": "auto"}}), World(2), lambda run: run(IDS, IDS))
+    full = Machine(ranks=2, disk_bytes=1000)
     disk = {"device": "nvme", "nvme_path": "/nowhere"}
-    with pytest.raises(UsageError, match="the disk and the pool are not simulated yet"):
-        simulate(thought, config_of(3, offload_optimizer=disk), World(2), lambda run: run())
+    with pytest.raises(PlacementError, match=r"would go to /nowhere, and 1\.00 kB a rank are free there"):
+        simulate(thought, config_of(3, offload_optimizer=disk), World(2, machine=full), lambda run: run(IDS, IDS))
 
 
 def test_the_command_says_what_a_rank_sends_and_holds(capsys, tmp_path):
-    from naught.cli import main
-
     assert main(["simulate", "gpt:layers=4,hidden=256,heads=4,vocab=1024", "--ranks", "64", "--stage", "3", "--seq", "64"]) == 0
     shown = capsys.readouterr().out
     for words in ("one of 64 ranks", "all-gather", "reduce-scatter", "gathered weights", "Psi"):
@@ -135,11 +255,75 @@ def test_the_command_says_what_a_rank_sends_and_holds(capsys, tmp_path):
     assert data["ranks"] == 8
     assert data["sent"]["reduce-scatter"] > 0
     assert max(data["busy_s"].values()) <= data["seconds"] <= sum(data["busy_s"].values())
+    assert data["activations"]["most"] > data["activations"]["kept"] > 0
     assert main(["simulate", "nothing"]) == 2
     again = ["simulate", "0.01B", "--ranks", "2", "--seq", "16", "--timeline", str(tmp_path / "line.json")]
     assert [main(again), main(again)] == [0, 2], "nothing is overwritten"
     events = json.loads((tmp_path / "line.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"network", "compute"}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("case", [case for case in cases("") if "pool" not in case])
+def test_the_timeline_moves_what_is_counted(case, accumulation):
+    """Each lane is busy for as long as the bytes take that the engine has counted."""
+    stage, zero, more = cases("/nowhere")[case]
+    with torch.device("meta"):
+        ids, thought = torch.zeros(SAMPLES, 16, dtype=torch.long), model(recomputes=recomputes(case, 1))
+    config = config_of(stage, accumulation=accumulation, clip=1.0, more=BF16 | more, **zero)
+    found = simulate(thought, config, World(4), lambda run: run(ids, ids))
+    machine = Machine(ranks=4, gpu=Gpu(1, 1e12, 1e9, 1e9), network_bytes_s=1e9, host_bytes_s=4e9, disk_bytes_s=1e9)
+    busy = {lane: seconds * 1e9 for lane, seconds in pace(found.course, machine).busy.items()}
+    moved = found.moved.items()
+    assert busy["network"] == pytest.approx(sum(found.sent.values()), rel=1e-6)
+    assert busy.get("disk", 0) == pytest.approx(sum(nbytes for name, nbytes in moved if name.startswith("disk")), rel=1e-3)
+    assert busy.get("link", 0) == pytest.approx(sum(nbytes for name, nbytes in moved if not name.startswith("disk")), rel=1e-3)
+    assert busy["compute"] > 0
+    assert ("host" in busy) == (zero.get("offload_optimizer") is not None)
+
+
+TINY = "gpt:layers=2,hidden=64,heads=2,vocab=128"
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "both", "disk", "disk-all", "auto"])
+def test_the_command_takes_every_tier(capsys, offload):
+    asked = ["simulate", TINY, "--ranks", "4", "--gpu", "400MB", "--host", "1GB", "--disk", "1GB", "--offload", offload, "--json"]
+    assert main([*asked, "--activations", "disk", "--seq", "512"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tiers = {name.split()[0] for name, nbytes in found["peak"].items() if nbytes}
+    assert ("disk states" in found["peak"]) == offload.startswith("disk")
+    assert ("disk gradients" in found["peak"]) == (offload == "disk-all")
+    assert "host" in tiers
+    assert found["moved"]["activations to the host"] == found["moved"]["activations to the device"] > 0
+    assert found["peak"]["disk activations"] > 0
+    assert found["busy_s"]["disk"] > 0
+
+
+def test_the_pool_of_the_command_is_that_of_its_machine(capsys):
+    """Less of a GPU leaves less of the states there; nothing is known of the computer that this is."""
+    found = []
+    for gpu in ("400MB", "90MB"):
+        asked = ["simulate", "gpt:layers=8,hidden=512,heads=8,vocab=512", "--ranks", "4", "--seq", "64", "--offload", "auto"]
+        assert main([*asked, "--gpu", gpu, "--host", "1GB", "--disk", "1GB", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["peak"])
+    large, small = found
+    assert "host states" not in large
+    assert small["host states"] > 0
+    assert main([*asked, "--gpu", "1MB", "--host", "1MB", "--disk", "1GB"]) == 2
+    assert "the model does not fit" in capsys.readouterr().err
+
+
+def test_the_command_says_what_is_wrong_with_its_numbers(capsys):
+    assert main(["simulate", TINY, "--ranks", "4", "--rank", "4"]) == 2
+    assert "rank 4 is none of 4. Give a rank from 0 to 3" in capsys.readouterr().err
+    for option in ("--batch", "--seq", "--accumulation"):
+        with pytest.raises(SystemExit) as ended:
+            main(["simulate", TINY, option, "0"])
+        assert ended.value.code == 2
+        assert f"argument {option}: must be a whole number of at least 1, is 0" in capsys.readouterr().err
+    assert main(["simulate", TINY, "--real", "--offload", "disk"]) == 2
+    assert "name a folder" in capsys.readouterr().err.lower()
+    assert main(["simulate", "1.5B", "--ranks", "2", "--seq", "16", "--json"]) == 0, "its heads are odd"
 
 
 def test_lanes_wait_for_each_other_as_the_plan_has_it():
@@ -149,9 +333,9 @@ def test_lanes_wait_for_each_other_as_the_plan_has_it():
     steps += [Step(Verb.USE, Kind.PARAM, "b"), Step(Verb.USE, Kind.GRAD, "b"), Step(Verb.REDUCE, Kind.GRAD, "b")]
     machine = Machine(ranks=2, ranks_per_node=2, gpu=Gpu(1, 1.0, 1.0, 1.0), network_bytes_s=1.0, host_bytes_s=100.0)
     units = ("a", "b")
-    near = pace(
-        steps, dict.fromkeys(units, place_stage(3)), dict.fromkeys(units, size), {"a": 3.0, "b": 5.0}, machine, recomputes=False
-    )
+    works = {"a": Work(flops=3.0), "b": Work(flops=5.0)}
+    course = Course(steps, dict.fromkeys(units, place_stage(3)), dict.fromkeys(units, size), works)
+    near = pace(course, machine)
     assert [(bar.what, bar.start_s, bar.stop_s) for bar in near.bars] == [
         ("gather", 0, 4),
         ("forward", 4, 7),
@@ -162,10 +346,79 @@ def test_lanes_wait_for_each_other_as_the_plan_has_it():
     ]
     assert (near.seconds, near.busy) == (27, {"network": 12, "compute": 18})
     host = dict.fromkeys(units, place_stage(3, optim=Tier.HOST, param=Tier.HOST))
-    far = pace(steps, host, dict.fromkeys(units, size), {"a": 3.0, "b": 5.0}, machine, recomputes=True)
+    works = {name: replace(work, raised=4) for name, work in works.items()}
+    far = pace(replace(course, placements=host, works=works, recomputes=True), machine)
     assert [(bar.lane, bar.start_s, bar.stop_s) for bar in far.bars[:3]] == [
         ("link", 0, 4),
         ("network", 4, 8),
         ("compute", 8, 11),
     ]
     assert far.busy["compute"] == 3 + 5 + 15
+
+
+def three(placement, **work) -> Course:
+    """Three units that compute for a second each, and twice as long in the backward."""
+    names, size = ("a", "b", "c"), UnitBytes(weights=8, weight_shard=4, grads=8, grad_shard=4, state_shard=0)
+    steps = [Step(verb, Kind.PARAM, name) for name in names for verb in (Verb.GATHER, Verb.USE)]
+    steps += [Step(Verb.USE, Kind.GRAD, name) for name in reversed(names)]
+    works = dict.fromkeys(names, Work(flops=1.0, **work))
+    return Course(steps, dict.fromkeys(names, placement), dict.fromkeys(names, size), works)
+
+
+def bars(course: Course, **rates: float) -> list[tuple[str, str, float, float]]:
+    machine = Machine(gpu=Gpu(1, 1.0, 4.0, 1.0), host_bytes_s=100.0, **rates)
+    return [(f"{bar.lane}: {bar.what}", bar.unit, bar.start_s, bar.stop_s) for bar in pace(course, machine).bars]
+
+
+def test_a_unit_waits_for_its_own_update_alone():
+    """The host updates c, a, b, 10 seconds each; a computes while b is updated."""
+    found = bars(three(place_stage(3, optim=Tier.HOST, param=Tier.HOST), updated_numel=10, raised=4), update_numel_s=1.0)
+    assert [bar for bar in found if bar[0] == "host: update"] == [
+        ("host: update", "c", 0, 10),
+        ("host: update", "a", 10, 20),
+        ("host: update", "b", 20, 30),
+    ]
+    assert ("link: load", "a", 20, 21) in found
+    assert ("compute: forward", "a", 21, 22) in found
+    assert ("link: load", "b", 30, 31) in found
+    assert ("compute: forward", "b", 31, 32) in found
+    assert ("compute: forward", "c", 32, 33) in found
+
+
+@pytest.mark.parametrize(("disk_bytes_s", "each"), [(8.0, 10), (2.0, 22)])
+def test_states_on_disk_are_read_updated_and_written_side_by_side(disk_bytes_s, each):
+    """20 bytes read and written, and 4 of new weights: faster than the host updates them, or slower."""
+    course = three(place_stage(3, optim=Tier.DISK, param=Tier.DISK), updated_numel=10, raised=4, state_bytes=20)
+    found = bars(course, update_numel_s=1.0, disk_bytes_s=disk_bytes_s)
+    took = 44 / disk_bytes_s
+    assert ("disk: states", "c", 0, took) in found
+    assert ("disk: states", "a", took, 2 * took) in found
+    assert ("host: update", "c", 0, 10) in found
+    assert ("host: update", "a", max(10, took), max(10, took) + 10) in found
+    assert ("link: load", "a", 2 * each, 2 * each + 1) in found, "once both are done with it"
+
+
+def test_an_update_on_the_device_comes_before_the_forward_and_new_weights_travel_beside_it():
+    machine = Machine(ranks=2, gpu=Gpu(1, 1.0, 4.0, 1.0), network_bytes_s=1.0)
+    course = three(place_stage(2), updated_numel=int(machine.device_update_numel_s))  # a second each
+    found = [(bar.what, bar.unit, bar.start_s, bar.stop_s) for bar in pace(course, machine).bars if bar.start_s < 5]
+    assert found == [
+        ("update", "a", 0, 1),
+        ("gather", "a", 1, 5),
+        ("update", "b", 1, 2),
+        ("update", "c", 2, 3),
+    ]
+    lazy = three(place_stage(2), updated_numel=1, lazy=True)
+    assert [bar.what for bar in pace(lazy, machine).bars][3:5] == ["gather", "forward"]
+
+
+def test_activations_that_are_away_come_back_before_their_backward():
+    course = replace(three(place_stage(1), away_bytes=8), rest=Tier.DISK)
+    found = bars(course, disk_bytes_s=8.0)
+    assert ("link: put away", "a", 1, 3) in found
+    assert ("disk: put away", "a", 3, 4) in found
+    last = next(bar for bar in found if bar[:2] == ("link: put away", "c"))
+    back = next(bar for bar in found if bar[:2] == ("disk: bring back", "c"))
+    again = next(bar for bar in found if bar[:2] == ("compute: backward", "c"))
+    assert last[3] + 1 <= back[2]
+    assert back[3] + 2 <= again[2]

@@ -49,10 +49,17 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--disk-speed", metavar="SIZE", help="bytes a second of one node's disks")
 
 
+def _count(text: str) -> int:
+    """At least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, is {text[:80]}")
+    return int(text)
+
+
 def _add_sizes(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--batch", type=int, metavar="N", help="samples in one forward of one rank (default 1)")
-    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default 1024)")
-    parser.add_argument("--accumulation", type=int, metavar="N", help="forwards before an update (default 1)")
+    parser.add_argument("--batch", type=_count, metavar="N", help="samples in one forward of one rank (default 1)")
+    parser.add_argument("--seq", type=_count, metavar="N", help="tokens of a sample (default 1024)")
+    parser.add_argument("--accumulation", type=_count, metavar="N", help="forwards before an update (default 1)")
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights (default bf16, or fp16 on a GPU without it)"
     )
@@ -93,9 +100,9 @@ def add_plan(commands: Any) -> None:
 
 
 _SIMULATE = """Run the engine as one rank of many that are not there, on tensors without contents: what it sends, moves and
-holds in a step, and its plan. With --real: all ranks of a small run in this process, on CPUs and with contents, for
-debugging. MODEL is as for naught plan. Any other module: naught.simulation.simulate and naught.comm.rehearse from
-Python.
+holds in a step, activations included, how long that takes on a machine, and its plan. Nothing is written to any disk.
+With --real: all ranks of a small run in this process, on CPUs and with contents, for debugging. MODEL is as for naught
+plan. Any other module: naught.simulation.simulate and naught.comm.rehearse from Python.
 """
 
 
@@ -114,7 +121,14 @@ def add_simulate(commands: Any) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="with --real: how many (default 3)")
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration, instead of the options below")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO (default 3)")
-    parser.add_argument("--offload", choices=("none", "optimizer", "both"), default="none", help="what rests on the host")
+    parser.add_argument(
+        "--offload",
+        choices=("none", "optimizer", "both", "disk", "disk-all", "auto"),
+        default="none",
+        help="what rests on the host: the optimizer, or parameters too; or both on disk, or gradients too; auto: what has no "
+        "room nearer, by --gpu, --host and --disk (default none)",
+    )
+    parser.add_argument("--activations", choices=("host", "disk"), help="where what a backward needs rests (default: the device)")
     _add_sizes(parser)
     parser.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in the backward")
     parser.add_argument("--timeline", metavar="FILE", help="write when what happens, for chrome://tracing or ui.perfetto.dev")

@@ -45,9 +45,10 @@ def run_plan(options: argparse.Namespace) -> int:
         _print_models()
         return 0
     if options.paper:
-        _print_papers(options.paper, as_json=options.json)
-        if options.html:
+        _refuse_beside_a_paper(options)
+        if options.html:  # first: nothing is printed if it cannot be
             _draw_papers(options.paper, Path(options.html))
+        _print_papers(options.paper, as_json=options.json)
         return 0
     if not options.model:
         raise UsageError("no model is given", fix="naught plan 7.5B, or naught plan --models for the presets")
@@ -62,6 +63,23 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.write:
         _write(options, advice, question)
     return 0 if advice.best else 1
+
+
+def _refuse_beside_a_paper(options: argparse.Namespace) -> None:
+    """A paper has its own models and machines."""
+    given = [f"--{name.replace('_', '-')}" for name in _OF_A_QUESTION if getattr(options, name) is not None]
+    given = [*([options.model] if options.model else []), *given]
+    if given:
+        raise UsageError(
+            f"--paper prints what a paper says of its own models and machines: {', '.join(given)} cannot be meant with it",
+            fix="leave one of them out",
+        )
+
+
+_OF_A_QUESTION = (
+    *("ranks", "per_node", "gpu", "host", "disk", "tflops", "link", "network", "disk_speed"),
+    *("config", "batch", "seq", "accumulation", "dtype", "optimizer", "write", "placement"),
+)
 
 
 def _print_models() -> None:

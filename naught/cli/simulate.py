@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from naught.cli.files import write_new
@@ -31,14 +32,15 @@ def run_simulate(options: argparse.Namespace) -> int:
     from naught.trainer.simulating import Batch, simulate_gpt
 
     if options.real:
+        _refuse_disk(options)
         return run_rehearsal(options, shape, _config(options, "fp32"))
     if options.steps is not None:
         raise UsageError("--steps is for --real: a simulation takes one step", fix="leave it out, or add --real")
     machine = machine_of(options)[0]
     config = _config(options, "bf16" if machine.gpu.has_bf16 else "fp16")
     batch = Batch(int(config["train_micro_batch_size_per_gpu"]), options.seq or _SEQ, not options.keep_activations)
-    found = simulate_gpt(shape, config, World(machine.ranks, options.rank or 0, options.backend or "nccl"), batch)
-    paced = pace(found.plan, found.placements, found.sizes, found.flops, machine, recomputes=batch.recomputes)
+    found = simulate_gpt(shape, config, World(machine.ranks, options.rank or 0, options.backend or "nccl", machine), batch)
+    paced = pace(replace(found.course, recomputes=batch.recomputes), machine)
     if options.timeline:
         write_new(options.timeline, json.dumps(_trace(paced)))
     if options.json:
@@ -54,8 +56,11 @@ def run_simulate(options: argparse.Namespace) -> int:
     if found.moved:
         print_table("moved in a step", ("where", "bytes"), [(name, show_bytes(nbytes)) for name, nbytes in found.moved.items()])
     held = [(name, show_bytes(nbytes), _told(found.planned.get(name), nbytes)) for name, nbytes in found.peak.items() if nbytes]
-    print_table("held at most, without activations", ("what", "bytes", "planned"), held)
-    print(f"forward and backward take {show_seconds(paced.seconds)} ({rates_text(machine)})")
+    held += [("activations", show_bytes(found.activations.most), "-")]
+    print_table("held at most", ("what", "bytes", "planned"), held)
+    print(f"activations: {show_bytes(found.activations.kept)} on the device from a forward to its backward\n")
+    updates = f"updates of {show_count(machine.host_update_numel_s)} elements/s on the host"
+    print(f"a step takes {show_seconds(paced.seconds)} ({rates_text(machine)}, {updates})")
     print_table("busy meanwhile", ("lane", "time"), [(lane, show_seconds(seconds)) for lane, seconds in paced.busy.items()])
     print_table("in the plan of a step", ("verb", "times"), [(verb, str(count)) for verb, count in found.verbs.items()])
     return 0
@@ -63,7 +68,7 @@ def run_simulate(options: argparse.Namespace) -> int:
 
 def _data(found: Simulated) -> dict[str, Any]:
     names = ("ranks", "numel", "units", "sent", "moved", "peak", "planned", "verbs", "flops")
-    return {name: getattr(found, name) for name in names}
+    return {name: getattr(found, name) for name in names} | {"activations": found.activations._asdict()}
 
 
 def _trace(paced: Pace) -> dict[str, Any]:
@@ -85,6 +90,28 @@ def _element_bytes(config: dict[str, Any]) -> int:
     return 2 if any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
 
 
+_FOLDER = "/local_nvme"  # which is not looked at
+_HOST, _DISK = {"device": "cpu"}, {"device": "nvme", "nvme_path": _FOLDER}
+_BELOW = {"offload_optimizer": _DISK, "offload_param": _DISK | {"max_in_cpu": 0}}
+_OFFLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "none": ({}, {}),
+    "optimizer": ({"offload_optimizer": _HOST}, {}),
+    "both": ({"offload_optimizer": _HOST, "offload_param": _HOST}, {}),
+    "disk": (_BELOW, {}),
+    "disk-all": (_BELOW, {"gradients": "disk"}),
+    "auto": ({}, {"placement": "auto", "nvme_path": _FOLDER}),
+}
+
+
+def _refuse_disk(options: argparse.Namespace) -> None:
+    """What is real needs a real folder."""
+    if not options.config and (options.offload in ("disk", "disk-all", "auto") or options.activations):
+        raise UsageError(
+            f"--real would write to a disk of which nobody says where ({options.activations or options.offload})",
+            fix="name a folder in a configuration, and give --config",
+        )
+
+
 def _config(options: argparse.Namespace, usual: str) -> dict[str, Any]:
     """What `--config` says, else what the options say; `usual` is the precision where neither does."""
     micro = 1 if options.batch is None else options.batch
@@ -96,11 +123,9 @@ def _config(options: argparse.Namespace, usual: str) -> dict[str, Any]:
             document["train_micro_batch_size_per_gpu"] = micro
         document.pop("train_batch_size", None)
         return document
-    zero: dict[str, Any] = {"stage": options.stage}
-    if options.offload in ("optimizer", "both"):
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if options.offload == "both":
-        zero["offload_param"] = {"device": "cpu"}
+    zero, ours = _OFFLOADS[options.offload]
+    if options.activations:
+        ours = ours | {"activations": options.activations, "nvme_path": _FOLDER}
     dtype = options.dtype or usual
     precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     return {
@@ -108,6 +133,7 @@ def _config(options: argparse.Namespace, usual: str) -> dict[str, Any]:
         "gradient_accumulation_steps": 1 if options.accumulation is None else options.accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {}},
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": options.stage, **zero},
+        "naught": ours,
         **precision,
     }

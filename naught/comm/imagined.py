@@ -17,6 +17,7 @@ from naught.comm.ledger import Ledger
 from naught.comm.wires import Collectives, Peers, Pending, Wire
 from naught.errors import UsageError
 from naught.layout import ALIGN_NUMEL
+from naught.machine import Machine
 from naught.running import become, running
 
 __all__ = ["World", "imagine"]
@@ -24,11 +25,13 @@ __all__ = ["World", "imagine"]
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """So many ranks, which of them this one is, and what they talk by."""
+    """So many ranks, which of them this one is, what they talk by, and on which machine they are; None: on one whose device is
+    apart from its host, and nobody says how large."""
 
     ranks: int
     rank: int = 0
     backend: str = "nccl"
+    machine: Machine | None = None
 
     device = torch.device("meta")
 

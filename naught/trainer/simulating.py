@@ -35,5 +35,8 @@ def simulate_gpt(shape: Transformer, config: Mapping[str, Any], world: World, ba
 
 
 def suited(shape: Transformer, batch: Batch) -> Transformer:
-    """A shape with all that a module needs: a vocabulary, and as many positions as a sample has tokens."""
-    return replace(shape, vocab=shape.vocab or _VOCAB, positions=max(shape.positions, batch.seq) if shape.positions else 0)
+    """A shape with all that a module needs: a vocabulary, and as many positions as a sample has tokens. Rotary ones turn pairs: a
+    shape whose heads have none, as one that was made of a number of parameters may, has positions of its own."""
+    odd = shape.q_width // shape.heads % 2
+    positions = max(shape.positions, batch.seq) if shape.positions or odd else 0
+    return replace(shape, vocab=shape.vocab or _VOCAB, positions=positions)
