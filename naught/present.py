@@ -31,7 +31,7 @@ class Present(Protocol):
         """Whether a device has memory of its own, beside the host's."""
 
     def device_bytes(self, device: torch.device) -> int:
-        """That a rank may still have there."""
+        """That may still be had there: by one rank, or by all of a host where it is the host's memory."""
 
     def host_bytes(self) -> int:
         """That the ranks of a host may still have together."""
@@ -59,7 +59,7 @@ class _Here:
 
     def device_bytes(self, device: torch.device) -> int:
         room = room_on(device)
-        return room.free // (1 if self.is_apart(device) else self.local_ranks) + (room.kept or 0)
+        return room.free + (room.kept or 0)
 
     def host_bytes(self) -> int:
         return free_host_bytes()
@@ -93,7 +93,8 @@ class _Imagined(NamedTuple):
         return self.world.machine is None or not self.world.machine.unified
 
     def device_bytes(self, device: torch.device) -> int:
-        return self.machine.gpu.memory_bytes // (1 if self.is_apart(device) else self.local_ranks)
+        del device
+        return self.machine.gpu.memory_bytes
 
     def host_bytes(self) -> int:
         return self.machine.gpu.memory_bytes if self.machine.unified else self.machine.host_bytes

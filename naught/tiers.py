@@ -54,6 +54,7 @@ def limits_here(
         return None
     around, folder = present(), disk_folder(config)
     spare = 0 if folder is None else around.disk_bytes(folder) or 0
+    own *= 1 if around.is_apart(device) else around.local_ranks
     gpu, host = ours.gpu_memory or around.device_bytes(device) + own, ours.host_memory or around.host_bytes()
     mine = torch.tensor([gpu, host, spare])
     gpu, host, disk = group.exchange(mine).amin(0).tolist()  # all ranks place alike: none counts on more than another has
@@ -63,9 +64,11 @@ def limits_here(
 def limits_of_bytes(
     config: Config, precision: Precision, moments: int, world: int, device: torch.device, *, gpu: int, host: int, disk: int = 0
 ) -> Limits:
-    """The same, where the bytes of device and host, and of one rank on disk, are known."""
+    """The same, where the bytes of device and host, and of one rank on disk, are known. Where no limit is set and the device is
+    the host itself, its ranks share them."""
     ours, around = config.naught, present()
     here, apart, machine = around.local_ranks, around.is_apart(device), around.machine
+    unified = not apart and ours.gpu_memory is None
     return Limits(
         replace(
             machine,
@@ -78,10 +81,10 @@ def limits_of_bytes(
             disk_request_bytes=config.aio.block_size,
             disk_bytes=disk * min(here, world),
             slots=MOST_SLOTS if apart else 0,
-            unified=not apart and ours.gpu_memory is None,
+            unified=unified,
         ),
         job_of(config, precision, moments),
-        gpu // 10 if ours.activation_memory is None else ours.activation_memory,
+        gpu // (min(here, world) if unified else 1) // 10 if ours.activation_memory is None else ours.activation_memory,
         ours.tiles,
     )
 

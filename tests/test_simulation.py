@@ -13,16 +13,19 @@ from torch import nn
 from training import DEVICE, config_of, engine_of, my_rank
 
 from naught.cli import main
-from naught.comm import World
+from naught.comm import Ledger, World, imagine
+from naught.config import load
 from naught.errors import ModelError, PlacementError, UsageError
 from naught.holding import LEAVING
 from naught.live_bytes import LiveBytes, activations_of
 from naught.machine import Gpu, Machine, detect
 from naught.pacing import Course, Work, pace
 from naught.placement import Kind, Tier, place_stage
+from naught.precision import precision_of
 from naught.shapes import Transformer
 from naught.simulation import simulate
 from naught.steps import Step, UnitBytes, Verb
+from naught.tiers import limits_here
 from naught.trainer.gpt import Gpt
 
 SHAPE = Transformer(layers=3, hidden=32, heads=2, vocab=96, positions=16)
@@ -422,3 +425,15 @@ def test_activations_that_are_away_come_back_before_their_backward():
     again = next(bar for bar in found if bar[:2] == ("compute: backward", "c"))
     assert last[3] + 1 <= back[2]
     assert back[3] + 2 <= again[2]
+
+
+def test_ranks_of_a_host_without_a_gpu_share_its_memory_once():
+    four = Machine(ranks=4, ranks_per_node=4, gpu=Gpu(16 * 10**9, 1e11, 1e10), unified=True)
+    config = load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "naught": {"placement": "auto"}})
+    world = World(4, machine=four)
+    with imagine(world):
+        group = world.group(Ledger(), torch.device("meta"), reduce_numel=1)
+        limits = limits_here(config, precision_of(config, 1), 2, group, torch.device("meta"), own=10**9)
+    assert limits is not None
+    assert limits.machine.capacity(Tier.DEVICE) == pytest.approx(0.96 * (4 + 1) * 10**9)
+    assert limits.activation_bytes == pytest.approx(0.1 * (4 + 1) * 10**9)
