@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from naught.born import lend, take_back
+from naught.errors import UsageError
 from naught.tiled import TiledEmbedding, TiledLinear, pieces_of
 from naught.within import Within
 
-__all__ = ["divide", "pieces_within", "replace_in_groups", "tile_linears"]
+__all__ = ["divide", "pieces_within", "refuse_divided", "replace_in_groups", "tile_linears"]
 
 _SMALL = 16  # a layer with so small a part of the largest one's weights stays whole
 _READERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # they read their layers' weights without calling them
+_DIVIDED: MutableMapping[nn.Parameter, int] = WeakIdKeyDictionary()  # into how many pieces
 Pieces = TiledLinear | TiledEmbedding
 Replaced = Mapping[nn.Parameter, Sequence[nn.Parameter]]
 
@@ -94,9 +97,20 @@ def _divide(place: _Place, tiles: int) -> dict[nn.Parameter, Sequence[nn.Paramet
             piece.requires_grad_(param.requires_grad)
     setattr(place.parent, place.short, pieces)
     take_back([one._replace(param=piece) for one in lent for piece in replaced[one.param]], None)
-    for param in replaced:
+    for param, parts in replaced.items():
+        _DIVIDED[param] = len(parts)
         param.data = param.data.new_empty(0)  # whoever still has it: its memory is that of the pieces
     return replaced
+
+
+def refuse_divided(params: Iterable[nn.Parameter]) -> None:
+    """Whoever has kept a weight from before its layer was divided has nothing in hand."""
+    for param in params:
+        if param in _DIVIDED:
+            raise UsageError(
+                f"this weight is no more: its layer was divided into {_DIVIDED[param]} pieces (naught.tiles, tile_linears)",
+                fix="ask the layer that the model has now: GatheredParameters(model.LAYER) has the parameters of all its pieces",
+            )
 
 
 def pieces_within(model: nn.Module) -> dict[str, Within]:

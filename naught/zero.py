@@ -17,7 +17,7 @@ from naught.born import Keeping, Nursery, lend, split, take_back
 from naught.comm import Ledger, lineup_of, make_group
 from naught.comm.launch import find_seat
 from naught.config import Config, load, placement_of
-from naught.dividing import tile_linears
+from naught.dividing import refuse_divided, tile_linears
 from naught.engine import Engine, engines
 from naught.errors import UsageError
 from naught.flat import Meter
@@ -144,6 +144,7 @@ class GatheredParameters(AbstractContextManager[None]):
     ) -> None:
         del fwd_module
         self.params = _listed(params) if enabled and params is not None else []
+        refuse_divided(self.params)
         self.writer = modifier_rank
         self.open = ExitStack()
 

@@ -366,3 +366,13 @@ def test_a_model_that_was_split_while_it_was_built_is_divided(two):
     found = two.run(read_one_that_was_split, 4)
     torch.testing.assert_close(found[0][0], two.run(read_one_that_was_split, 1)[0][0], rtol=1e-4, atol=0)
     assert found[0][1] == found[1][1]
+
+
+def test_a_weight_from_before_its_layer_was_divided_is_told():
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+    before = model[0].weight
+    tile_linears(model, 4, at_least=1)
+    with pytest.raises(UsageError, match="divided into 4 pieces"):
+        zero.GatheredParameters(before)
+    with zero.GatheredParameters(model[0]):
+        assert sum(param.numel() for param in model[0].parameters()) == 8 * 64 + 64
