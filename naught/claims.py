@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from naught.errors import UsageError
 from naught.running import Rank, running
 
-__all__ = ["Claims", "claimed", "refuse_claimed"]
+__all__ = ["Claims", "claimed", "let_go", "refuse_claimed"]
 
 Owner = TypeVar("Owner")
 
@@ -41,6 +41,11 @@ class Claims(Generic[Owner]):
 claimed: Claims[object] = Claims()
 # Ranks that share a process look at their models before any of them has an engine.
 _seen: Claims[Rank] = Claims()
+
+
+def let_go(module: nn.Module) -> None:
+    """Of a rank that is no more: others may have its model."""
+    _seen.drop(module.parameters())
 
 
 def refuse_claimed(module: nn.Module) -> None:

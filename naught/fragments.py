@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from naught.comm import Group
+from naught.dividing import refuse_divided
 from naught.engine import Engine, engines
 from naught.errors import UsageError
 from naught.layout import Span, intersect
@@ -121,6 +122,7 @@ def _home_of(param: nn.Parameter, *, writes: bool = False) -> _Home:
     param = part_of(param)
     engine = engines.owner_of(param)
     if engine is None:
+        refuse_divided([param])
         raise UsageError("the parameter belongs to no engine", fix="call naught.initialize with its model first")
     engine.refuse_away()
     if writes:

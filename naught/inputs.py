@@ -40,8 +40,14 @@ class Inputs:
 
 
 def _digest(given: Any) -> int:
+    """Of the plain tensors among them. Of a DTensor each rank may well have another part."""
     sha = hashlib.sha256()
     for leaf in tree_leaves(given):
-        if isinstance(leaf, Tensor) and not is_dtensor(leaf):  # of which each rank may well have another part
-            sha.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
+        if isinstance(leaf, Tensor) and not is_dtensor(leaf) and _is_plain(leaf):
+            held = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            sha.update(held.view(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(sha.digest()[:8], "little", signed=True)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and tensor.numel() > 0

@@ -76,7 +76,6 @@ class Optimizer(torch.optim.Optimizer):
             self._lend_step(self.optimizer)
 
     def _lend_step(self, theirs: torch.optim.Optimizer) -> None:
-
         def step(_: torch.optim.Optimizer, closure: None = None) -> None:
             self.step(closure)
 

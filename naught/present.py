@@ -30,8 +30,8 @@ class Present(Protocol):
     def is_apart(self, device: torch.device) -> bool:
         """Whether a device has memory of its own, beside the host's."""
 
-    def device_bytes(self, device: torch.device) -> int:
-        """That may still be had there: by one rank, or by all of a host where it is the host's memory."""
+    def device_bytes(self, device: torch.device, own: int) -> int:
+        """That one rank may have there, or all of a host where it is the host's memory. So much of it a rank's model has."""
 
     def host_bytes(self) -> int:
         """That the ranks of a host may still have together."""
@@ -57,9 +57,9 @@ class _Here:
     def is_apart(self, device: torch.device) -> bool:
         return device.type != "cpu"
 
-    def device_bytes(self, device: torch.device) -> int:
+    def device_bytes(self, device: torch.device, own: int) -> int:
         room = room_on(device)
-        return room.free + (room.kept or 0)
+        return room.free + (room.kept or 0) + own * (1 if self.is_apart(device) else self.local_ranks)
 
     def host_bytes(self) -> int:
         return free_host_bytes()
@@ -92,8 +92,8 @@ class _Imagined(NamedTuple):
         del device
         return self.world.machine is None or not self.world.machine.unified
 
-    def device_bytes(self, device: torch.device) -> int:
-        del device
+    def device_bytes(self, device: torch.device, own: int) -> int:
+        del device, own
         return self.machine.gpu.memory_bytes
 
     def host_bytes(self) -> int:

@@ -21,11 +21,11 @@ _LOW, _HIGH = 0, 1  # of a master's bits, as they lie in memory
 
 def nearest(into: Tensor, source: Tensor) -> None:
     """As torch rounds: half to even."""
-    if source.is_cuda and not into.is_cuda and source.dim() == 1:
-        for place, values in zip(torch.split(into, _AT_A_TIME), torch.split(source, _AT_A_TIME), strict=True):
-            place.copy_(values.to(into.dtype))  # else it would come down wide, and the host would round it
-    else:
+    if source.device == into.device or source.dim() != 1:
         into.copy_(source)
+        return
+    for place, values in zip(torch.split(into, _AT_A_TIME), torch.split(source, _AT_A_TIME), strict=True):
+        _put(place, values)
 
 
 def half_up(into: Tensor, source: Tensor) -> None:
@@ -38,7 +38,12 @@ def half_up(into: Tensor, source: Tensor) -> None:
         upper.copy_((_plain(source).view(torch.int32) + _HALF) >> 16)
         return
     for place, values in zip(torch.split(upper, _AT_A_TIME), torch.split(source, _AT_A_TIME), strict=True):
-        place.copy_(((_plain(values).view(torch.int32) + _HALF) >> 16).to(torch.int16))
+        _put(place, (_plain(values).view(torch.int32) + _HALF) >> 16)
+
+
+def _put(place: Tensor, values: Tensor) -> None:
+    """What goes to the host is cast before: else it would come down wide, into memory of torch's own, and be cast there."""
+    place.copy_(values.to(place.dtype) if values.is_cuda and not place.is_cuda else values)
 
 
 def _plain(values: Tensor) -> Tensor:

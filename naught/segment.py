@@ -281,7 +281,8 @@ class Segment:
         elif self.weights.stored is not None:
             with self.home.group.noting():
                 rounded = self._rounded()
-                self.home.meter.move("to the host", rounded.nbytes)
+                if self.beside is None:  # else it is made on the host
+                    self.home.meter.move("to the host", rounded.nbytes)
                 self.weights.stored.fill(rounded)
         elif self.beside is not None and self.weights.shard is not None:
             assert self.kept.masters is not None

@@ -4,7 +4,8 @@ move, step by step, before there is a cluster."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from naught.claims import let_go
 from naught.comm import World, imagine
 from naught.config import Source
 from naught.engine import Engine
@@ -67,7 +69,7 @@ def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[
     apart = world.machine is None or not world.machine.unified
     with fused_attention(apart=apart), FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter, torch.no_grad():
         loss_of(model)
-    with imagine(world), fused_attention(apart=apart):
+    with imagine(world), _borrowing(model), fused_attention(apart=apart):
         engine = initialize(model=model, config=config)[0]
         before: dict[str, int] = {}
         for step in range(2):
@@ -126,6 +128,15 @@ def _work(unit: Unit, flops: float, away_bytes: int) -> Work:
         away_bytes=away_bytes,
         lazy=unit.lazy,
     )
+
+
+@contextmanager
+def _borrowing(model: nn.Module) -> Iterator[None]:
+    """Others may have the model afterwards."""
+    try:
+        yield
+    finally:
+        let_go(model)
 
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "broadcast")

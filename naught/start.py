@@ -140,7 +140,7 @@ def _bytes_on(device: torch.device, model: nn.Module) -> int:
     """What a model's parameters and buffers take on a device; what is tied, or a view, lies in one storage."""
     tensors = [local_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if tensor.layout is torch.strided]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == device]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, settings: Config, batch: Batch, group: Group) -> Loader:

@@ -54,8 +54,7 @@ def limits_here(
         return None
     around, folder = present(), disk_folder(config)
     spare = 0 if folder is None else around.disk_bytes(folder) or 0
-    own *= 1 if around.is_apart(device) else around.local_ranks
-    gpu, host = ours.gpu_memory or around.device_bytes(device) + own, ours.host_memory or around.host_bytes()
+    gpu, host = ours.gpu_memory or around.device_bytes(device, own), ours.host_memory or around.host_bytes()
     mine = torch.tensor([gpu, host, spare])
     gpu, host, disk = group.exchange(mine).amin(0).tolist()  # all ranks place alike: none counts on more than another has
     return limits_of_bytes(config, precision, moments, group.parts, device, gpu=gpu, host=host, disk=disk)
@@ -69,13 +68,15 @@ def limits_of_bytes(
     ours, around = config.naught, present()
     here, apart, machine = around.local_ranks, around.is_apart(device), around.machine
     unified = not apart and ours.gpu_memory is None
+    each = gpu // here if unified else gpu
     return Limits(
         replace(
             machine,
             ranks=world,
             ranks_per_node=min(here, world),
-            gpu=machine.gpu._replace(memory_bytes=gpu),
-            host_bytes=host * min(here, world) // here,  # ranks that have a model together share one host, too
+            # Ranks that have a model together share one host, too.
+            gpu=machine.gpu._replace(memory_bytes=each * (min(here, world) if unified else 1)),
+            host_bytes=host * min(here, world) // here,
             host_share=1.0 if ours.host_memory is not None else machine.host_share,  # a limit is for states alone
             disk_threads=_disk_threads(config),
             disk_request_bytes=config.aio.block_size,
@@ -84,7 +85,7 @@ def limits_of_bytes(
             unified=unified,
         ),
         job_of(config, precision, moments),
-        gpu // (min(here, world) if unified else 1) // 10 if ours.activation_memory is None else ours.activation_memory,
+        each // 10 if ours.activation_memory is None else ours.activation_memory,
         ours.tiles,
     )
 

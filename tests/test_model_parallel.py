@@ -59,7 +59,8 @@ class Model(nn.Module):
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        del mask
         x = self.words(ids)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=True)
@@ -621,6 +622,26 @@ def warnings_about_inputs(own: bool) -> list[str]:
     return [text for text in said if "different inputs" in text]
 
 
+def give_awkward_inputs(index: int) -> float:
+    engine = start(1)
+    whole = torch.eye(3, dtype=torch.complex64)
+    masks = [
+        whole.to_sparse(),
+        torch.nested.nested_tensor([whole[0].real]),
+        whole.conj(),
+        torch.empty(3, device="meta"),
+        whole[:0],
+    ]
+    loss = engine(batch(0, mesh_of(2, 2)["dp"].get_local_rank()), mask=masks[index])
+    engine.destroy()
+    return loss.item()
+
+
+def test_inputs_of_any_kind_can_be_looked_at(worlds):
+    found = [worlds[4].run(give_awkward_inputs, index) for index in range(5)]
+    assert all(each == found[0] for each in found)
+
+
 def test_batches_that_differ_where_a_model_is_had_together_are_told_once(worlds):
     assert worlds[4].run(warnings_about_inputs, False) == [[]] * 4
     first, *others = worlds[4].run(warnings_about_inputs, True)
@@ -654,12 +675,10 @@ def test_a_start_that_fails_leaves_model_and_optimizer_to_go_on_alone(worlds):
 
 
 class Tied(Model):
-    """A head that is the words, which are cut; and a norm that is not trained."""
+    """A head that is the words, which are cut when the model is; a norm and a part of a layer that are not trained."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.words.weight
         self.blocks[1].norm.requires_grad_(False)
         self.blocks[2].up.requires_grad_(False)
 
@@ -672,7 +691,9 @@ def train_tied(stage: int, more: dict[str, Any], folder: str | None = None) -> t
     for at in range(LAYERS):
         plan |= {f"blocks.{at}.{name}": ColwiseParallel() for name in ("mixed", "up")}
         plan |= {f"blocks.{at}.{name}": RowwiseParallel() for name in ("out", "down")}
+    plan |= {"words": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, mesh["tp"], plan)
+    model.head.weight = model.words.weight
     engine = initialize(model=model, config=config_of(stage, clip=0.5, more=more), mesh=mesh)[0]
     part = mesh["dp"].get_local_rank()
     losses, norms = take_steps(engine, part, 2)
@@ -682,6 +703,8 @@ def train_tied(stage: int, more: dict[str, Any], folder: str | None = None) -> t
         engine.load_checkpoint(folder, "two")
     more_losses, more_norms = take_steps(engine, part, 2, first=2)
     engine.destroy()
+    assert isinstance(model.head.weight, DTensor)
+    assert model.head.weight is model.words.weight
     return losses + more_losses, norms + more_norms, digest_of(model)
 
 

@@ -25,7 +25,7 @@ from naught.precision import precision_of
 from naught.shapes import Transformer
 from naught.simulation import simulate
 from naught.steps import Step, UnitBytes, Verb
-from naught.tiers import limits_here
+from naught.tiers import limits_here, limits_of_bytes
 from naught.trainer.gpt import Gpt
 
 SHAPE = Transformer(layers=3, hidden=32, heads=2, vocab=96, positions=16)
@@ -55,6 +55,16 @@ def cases(folder: str, size: int = 1) -> dict[str, tuple[int, dict, dict]]:
         "parameters on the host alone": (3, {"offload_param": HOST, **SPREAD}, {}),
         "optimizer on disk": (2, {"offload_optimizer": disk}, ONE_THREAD),
         "parameters on disk alone": (3, {"offload_param": below, **SPREAD}, ONE_THREAD),
+        "optimizer on the host, parameters on disk": (
+            3,
+            {"offload_optimizer": HOST, "offload_param": below, **SPREAD},
+            ONE_THREAD,
+        ),
+        "optimizer on disk, parameters on the host": (
+            3,
+            {"offload_optimizer": disk, "offload_param": HOST, **SPREAD},
+            ONE_THREAD,
+        ),
         "everything on disk": (3, everything, ONE_THREAD),
         "gradients on disk too": (3, {**everything, "gradients": "disk"}, ONE_THREAD),
         "checkpoints on the host": (1, {}, {"naught": {"activations": "host"}}),
@@ -293,10 +303,11 @@ def test_the_command_takes_every_tier(capsys, offload):
     asked = ["simulate", TINY, "--ranks", "4", "--gpu", "400MB", "--host", "1GB", "--disk", "1GB", "--offload", offload, "--json"]
     assert main([*asked, "--activations", "disk", "--seq", "512"]) == 0
     found = json.loads(capsys.readouterr().out)
-    tiers = {name.split()[0] for name, nbytes in found["peak"].items() if nbytes}
-    assert ("disk states" in found["peak"]) == offload.startswith("disk")
-    assert ("disk gradients" in found["peak"]) == (offload == "disk-all")
-    assert "host" in tiers
+    held = {name for name, nbytes in found["peak"].items() if nbytes}
+    resting = {"none": "states", "auto": "states", "optimizer": "host states", "both": "host states"}
+    assert {name for name in held if name.endswith("states")} == {resting.get(offload, "disk states")}
+    assert ("disk gradients" in held) == (offload == "disk-all")
+    assert ("disk weights" in held) == offload.startswith("disk")
     assert found["moved"]["activations to the host"] == found["moved"]["activations to the device"] > 0
     assert found["peak"]["disk activations"] > 0
     assert found["busy_s"]["disk"] > 0
@@ -427,13 +438,38 @@ def test_activations_that_are_away_come_back_before_their_backward():
     assert back[3] + 2 <= again[2]
 
 
-def test_ranks_of_a_host_without_a_gpu_share_its_memory_once():
+@pytest.mark.parametrize("parts", [4, 2, 1])  # the others have a model together
+def test_ranks_of_a_host_without_a_gpu_share_its_memory_once(parts):
     four = Machine(ranks=4, ranks_per_node=4, gpu=Gpu(16 * 10**9, 1e11, 1e10), unified=True)
     config = load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "naught": {"placement": "auto"}})
-    world = World(4, machine=four)
+    with imagine(World(4, machine=four)):
+        limits = limits_of_bytes(
+            config, precision_of(config, 1), 2, parts, torch.device("meta"), gpu=16 * 10**9, host=16 * 10**9, disk=0
+        )
+    assert limits.machine.capacity(Tier.DEVICE) == pytest.approx(0.96 * 4 * 10**9)
+    assert limits.activation_bytes == pytest.approx(0.1 * 4 * 10**9)
+
+
+def test_a_simulated_rank_has_what_its_machine_has_and_no_more():
+    config = load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "naught": {"placement": "auto"}})
+    world = World(4, machine=Machine(ranks=4, ranks_per_node=4, gpu=Gpu(16 * 10**9, 1e11, 1e10)))
     with imagine(world):
         group = world.group(Ledger(), torch.device("meta"), reduce_numel=1)
         limits = limits_here(config, precision_of(config, 1), 2, group, torch.device("meta"), own=10**9)
     assert limits is not None
-    assert limits.machine.capacity(Tier.DEVICE) == pytest.approx(0.96 * (4 + 1) * 10**9)
-    assert limits.activation_bytes == pytest.approx(0.1 * (4 + 1) * 10**9)
+    assert limits.machine.gpu.memory_bytes == 16 * 10**9
+
+
+def test_a_model_can_be_asked_about_several_worlds():
+    with torch.device("meta"):
+        asked = model(recomputes=False)
+    found = [simulate(asked, config_of(3), World(ranks), lambda engine: engine(IDS, IDS)) for ranks in (2, 8)]
+    assert found[0].peak["states"] > 3 * found[1].peak["states"]
+
+
+def test_a_configuration_beside_options_that_say_the_same_is_refused(capsys, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}}))
+    assert main(["simulate", TINY, "--ranks", "2", "--config", str(file), "--stage", "3", "--offload", "disk"]) != 0
+    assert "--stage, --offload would not be heard" in capsys.readouterr().err
+    assert main(["simulate", TINY, "--ranks", "2", "--config", str(file), "--batch", "2", "--json"]) == 0

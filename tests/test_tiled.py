@@ -16,6 +16,7 @@ from training import DEVICE, config_of, digest_in_32_bits, engine_of, my_rank
 from naught import initialize, zero
 from naught.dividing import divide
 from naught.errors import NaughtError, UsageError
+from naught.fragments import safe_get_full_fp32_param
 from naught.zero import TiledEmbedding, TiledLinear, chunked_cross_entropy, tile_linears
 
 SPREAD = {"stage3_param_persistence_threshold": 0}
@@ -374,5 +375,7 @@ def test_a_weight_from_before_its_layer_was_divided_is_told():
     tile_linears(model, 4, at_least=1)
     with pytest.raises(UsageError, match="divided into 4 pieces"):
         zero.GatheredParameters(before)
+    with pytest.raises(UsageError, match="divided into 4 pieces"):
+        safe_get_full_fp32_param(before)
     with zero.GatheredParameters(model[0]):
         assert sum(param.numel() for param in model[0].parameters()) == 8 * 64 + 64

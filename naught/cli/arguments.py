@@ -120,11 +120,10 @@ def add_simulate(commands: Any) -> None:
     parser.add_argument("--real", action="store_true", help="all of them, in this process, with the numbers of a real run")
     parser.add_argument("--steps", type=int, metavar="N", help="with --real: how many (default 3)")
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration, instead of the options below")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO (default 3)")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO (default 3)")
     parser.add_argument(
         "--offload",
         choices=("none", "optimizer", "both", "disk", "disk-all", "auto"),
-        default="none",
         help="what rests on the host: the optimizer, or parameters too; or both on disk, or gradients too; auto: what has no "
         "room nearer, by --gpu, --host and --disk (default none)",
     )

@@ -103,11 +103,25 @@ _OFFLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+_ON_DISK = ("disk", "disk-all", "auto")
+_OF_A_CONFIGURATION = ("stage", "offload", "activations", "accumulation", "dtype")
+
+
+def _refuse_beside_a_configuration(options: argparse.Namespace) -> None:
+    given = [f"--{name}" for name in _OF_A_CONFIGURATION if getattr(options, name) is not None]
+    if options.config and given:
+        raise UsageError(
+            f"{options.config} says this already: {', '.join(given)} would not be heard", fix="leave one of the two out"
+        )
+
+
 def _refuse_disk(options: argparse.Namespace) -> None:
     """What is real needs a real folder."""
-    if not options.config and (options.offload in ("disk", "disk-all", "auto") or options.activations):
+    given = {"--offload": options.offload, "--activations": options.activations}
+    to_disk = [f"{name} {value}" for name, value in given.items() if value in _ON_DISK]
+    if to_disk:
         raise UsageError(
-            f"--real would write to a disk of which nobody says where ({options.activations or options.offload})",
+            f"--real would write to a disk of which nobody says where ({', '.join(to_disk)})",
             fix="name a folder in a configuration, and give --config",
         )
 
@@ -115,15 +129,16 @@ def _refuse_disk(options: argparse.Namespace) -> None:
 def _config(options: argparse.Namespace, usual: str) -> dict[str, Any]:
     """What `--config` says, else what the options say; `usual` is the precision where neither does."""
     micro = 1 if options.batch is None else options.batch
+    _refuse_beside_a_configuration(options)
     if options.config:
         from naught.config import load, to_document
 
         document: dict[str, Any] = to_document(load(options.config))
-        if not document.get("train_micro_batch_size_per_gpu"):
+        if options.batch is not None or not document.get("train_micro_batch_size_per_gpu"):
             document["train_micro_batch_size_per_gpu"] = micro
         document.pop("train_batch_size", None)
         return document
-    zero, ours = _OFFLOADS[options.offload]
+    zero, ours = _OFFLOADS[options.offload or "none"]
     if options.activations:
         ours = ours | {"activations": options.activations, "nvme_path": _FOLDER}
     dtype = options.dtype or usual
@@ -133,7 +148,7 @@ def _config(options: argparse.Namespace, usual: str) -> dict[str, Any]:
         "gradient_accumulation_steps": 1 if options.accumulation is None else options.accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {}},
-        "zero_optimization": {"stage": options.stage, **zero},
+        "zero_optimization": {"stage": 3 if options.stage is None else options.stage, **zero},
         "naught": ours,
         **precision,
     }
