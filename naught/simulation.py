@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from naught.claims import let_go
 from naught.comm import World, imagine
 from naught.config import Source
-from naught.engine import Engine
+from naught.engine import Engine, engines
 from naught.errors import ModelError, UsageError
 from naught.fused_attention import ATTENTION_FLOPS, fused_attention
 from naught.live_bytes import Activations, activations_of
@@ -132,9 +132,14 @@ def _work(unit: Unit, flops: float, away_bytes: int) -> Work:
 
 @contextmanager
 def _borrowing(model: nn.Module) -> Iterator[None]:
-    """Others may have the model afterwards."""
+    """Others may have the model afterwards, also where a step of it has failed."""
     try:
         yield
+    except BaseException:
+        engine = engines.owner_of(next(model.parameters()))
+        if engine is not None:
+            engine.passes.remove()
+        raise
     finally:
         let_go(model)
 

@@ -128,7 +128,9 @@ def _disk_side_in(folder: str, config: Config, device: torch.device, meter: Mete
     tile_numel, threads = max(1, -(-numel // TILE_STEP)) * TILE_STEP, _disk_threads(config)
     crew: Crew = Rota(threads)
     if device.type != "meta":
-        with telling("make the folder", folder, {errno.ENOTDIR: "name a folder in nvme_path, not a file"}):
+        with telling(
+            "make the folder", folder, dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "name a folder in nvme_path, not a file")
+        ):
             Path(folder).mkdir(0o700, parents=True, exist_ok=True)
         crew = HostCrew([None] * threads)
     return DiskSide(folder, Desk(tile_numel, meter, device, crew.worker), crew)

@@ -261,7 +261,7 @@ def test_mistakes_are_told():
 def test_the_command_says_what_a_rank_sends_and_holds(capsys, tmp_path):
     assert main(["simulate", "gpt:layers=4,hidden=256,heads=4,vocab=1024", "--ranks", "64", "--stage", "3", "--seq", "64"]) == 0
     shown = capsys.readouterr().out
-    for words in ("one of 64 ranks", "all-gather", "reduce-scatter", "gathered weights", "Psi"):
+    for words in ("rank 0 of 64", "all-gather", "reduce-scatter", "gathered weights", "Psi"):
         assert words in shown
     assert main(["simulate", "gpt:layers=2,hidden=64,heads=2,vocab=128", "--ranks", "8", "--seq", "16", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -465,6 +465,9 @@ def test_a_model_can_be_asked_about_several_worlds():
         asked = model(recomputes=False)
     found = [simulate(asked, config_of(3), World(ranks), lambda engine: engine(IDS, IDS)) for ranks in (2, 8)]
     assert found[0].peak["states"] > 3 * found[1].peak["states"]
+    with pytest.raises(UsageError, match="the loss is a NoneType"):
+        simulate(asked, config_of(3), World(2), lambda engine: engine(IDS, IDS) and None)
+    assert simulate(asked, config_of(3), World(8), lambda engine: engine(IDS, IDS)).peak == found[1].peak
 
 
 def test_a_configuration_beside_options_that_say_the_same_is_refused(capsys, tmp_path):
@@ -473,3 +476,11 @@ def test_a_configuration_beside_options_that_say_the_same_is_refused(capsys, tmp
     assert main(["simulate", TINY, "--ranks", "2", "--config", str(file), "--stage", "3", "--offload", "disk"]) != 0
     assert "--stage, --offload would not be heard" in capsys.readouterr().err
     assert main(["simulate", TINY, "--ranks", "2", "--config", str(file), "--batch", "2", "--json"]) == 0
+
+
+@pytest.mark.parametrize(("gpu", "fits"), [("80GB", "yes"), ("16GB", "perhaps"), ("1GB", "no")])
+def test_the_command_says_what_it_simulates_and_whether_it_fits(capsys, gpu, fits):
+    assert main(["simulate", "7.5B", "--ranks", "8", "--gpu", gpu]) == 0
+    said = capsys.readouterr().out
+    assert "stage 3, bf16, micro-batch 1 x 1024 tokens, accumulation 1" in said
+    assert next(line for line in said.splitlines() if line.startswith("device ")).split()[5].strip(":") == fits

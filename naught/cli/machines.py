@@ -10,7 +10,7 @@ from naught.errors import UsageError
 from naught.machine import Machine, detect, parse_gpu
 from naught.quantity import parse_bytes, show_bytes
 
-__all__ = ["machine_of", "rates_text"]
+__all__ = ["machine_of", "machine_text", "rates_text"]
 
 
 def machine_of(options: argparse.Namespace) -> tuple[Machine, str]:
@@ -53,3 +53,12 @@ def rates_text(machine: Machine) -> str:
     }
     shown = ", ".join(f"{name} {show_bytes(rate)}/s" for name, rate in rates.items())
     return f"{machine.gpu.flops / 1e12:.3g} TFLOP/s, {shown} for each rank"
+
+
+def machine_text(machine: Machine) -> str:
+    ranks = f"{machine.ranks} rank{'s' * (machine.ranks > 1)}"
+    nodes = f", {machine.local_ranks} on a node" if machine.ranks > 1 else ""
+    device, host, disk = (show_bytes(size) for size in (machine.gpu.memory_bytes, machine.host_bytes, machine.disk_bytes))
+    if machine.unified:
+        return f"{ranks}{nodes}: {device} that they share, and {disk} disk"
+    return f"{ranks}{nodes}: {device} each, {host} host and {disk} disk a node"

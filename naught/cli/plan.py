@@ -14,7 +14,7 @@ from naught import showing
 from naught.advice import Advice, advise
 from naught.cli.arguments import SCALING
 from naught.cli.files import write_new
-from naught.cli.machines import machine_of, rates_text
+from naught.cli.machines import machine_of, machine_text, rates_text
 from naught.cli.plan_file import Wanted, document_of
 from naught.errors import UsageError
 from naught.estimate import Forecast, forecast
@@ -25,7 +25,7 @@ from naught.model_names import parse_model
 from naught.papers import TABLES
 from naught.placement import Place, Placement
 from naught.presets import PRESETS
-from naught.quantity import show_bytes, show_count
+from naught.quantity import show_count
 from naught.scaling import CURVES
 from naught.shapes import Model, Run
 from naught.sizes import PlacedRun
@@ -228,7 +228,7 @@ def _print(question: _Question, advice: Advice) -> None:
     assert model.shape is not None
     units = sum(run.repeat for run in model.runs)
     print(f"model    {model.name}: {show_count(model.numel)} parameters in {units} units")
-    print(f"machine  {_machine_text(question.machine)}")
+    print(f"machine  {machine_text(question.machine)}")
     print(f"         {rates_text(question.machine)}")
     print(
         f"job      micro-batch {job.micro_batch} x {job.seq} tokens, accumulation {job.accumulation}, "
@@ -249,15 +249,6 @@ def _print(question: _Question, advice: Advice) -> None:
         fits = "fits" if question.asked.fits else "does not fit"
         print(f"the configuration {fits}, {showing.span(question.asked)} a step\n")
     print(showing.verdict(advice))
-
-
-def _machine_text(machine: Machine) -> str:
-    ranks = f"{machine.ranks} rank{'s' * (machine.ranks > 1)}"
-    nodes = f", {machine.local_ranks} on a node" if machine.ranks > 1 else ""
-    device, host, disk = (show_bytes(size) for size in (machine.gpu.memory_bytes, machine.host_bytes, machine.disk_bytes))
-    if machine.unified:
-        return f"{ranks}{nodes}: {device} that they share, and {disk} disk"
-    return f"{ranks}{nodes}: {device} each, {host} host and {disk} disk a node"
 
 
 def _data(question: _Question) -> dict[str, Any]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from naught.cli.files import write_new
-from naught.cli.machines import machine_of, rates_text
+from naught.cli.machines import machine_of, machine_text, rates_text
 from naught.cli.rehearse import run_rehearsal
 from naught.errors import UsageError
+from naught.machine import Machine
 from naught.model_names import parse_model
 from naught.pacing import Pace, pace
+from naught.placement import Tier
 from naught.quantity import show_bytes, show_count, show_seconds
 from naught.text import print_table
 
 if TYPE_CHECKING:
     from naught.simulation import Simulated
+    from naught.trainer.simulating import Batch
 
 __all__ = ["run_simulate"]
 
@@ -36,7 +40,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         return run_rehearsal(options, shape, _config(options, "fp32"))
     if options.steps is not None:
         raise UsageError("--steps is for --real: a simulation takes one step", fix="leave it out, or add --real")
-    machine = machine_of(options)[0]
+    machine, note = machine_of(options)
     config = _config(options, "bf16" if machine.gpu.has_bf16 else "fp16")
     batch = Batch(int(config["train_micro_batch_size_per_gpu"]), options.seq or _SEQ, not options.keep_activations)
     found = simulate_gpt(shape, config, World(machine.ranks, options.rank or 0, options.backend or "nccl", machine), batch)
@@ -44,26 +48,72 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.timeline:
         write_new(options.timeline, json.dumps(_trace(paced)))
     if options.json:
-        print(json.dumps(_data(found) | {"seconds": paced.seconds, "busy_s": paced.busy}, indent=2))
+        told = {"job": _job(config, batch), "rank": options.rank or 0, "machine": machine_text(machine)}
+        print(json.dumps(told | _data(found) | {"seconds": paced.seconds, "busy_s": paced.busy}, indent=2))
         return 0
-    print(f"{show_count(found.numel)} parameters in {found.units} units; rank {options.rank or 0}, one of {found.ranks} ranks\n")
+    print(f"model    {show_count(found.numel)} parameters in {found.units} units; rank {options.rank or 0} of {found.ranks}")
+    print(f"machine  {machine_text(machine)}")
+    print(f"job      {_job(config, batch)}")
+    if note:
+        print(f"note     {note}")
+    print()
     whole = found.numel * _element_bytes(config)
     rows = [(name, show_bytes(nbytes), f"{nbytes / whole:.3f}") for name, nbytes in found.sent.items() if nbytes]
     total = sum(found.sent.values())
     print_table(
         "sent in a step", ("collective", "bytes", "Psi"), [*rows, ("together", show_bytes(total), f"{total / whole:.3f}")]
     )
+    print()
     if found.moved:
         print_table("moved in a step", ("where", "bytes"), [(name, show_bytes(nbytes)) for name, nbytes in found.moved.items()])
+        print()
     held = [(name, show_bytes(nbytes), _told(found.planned.get(name), nbytes)) for name, nbytes in found.peak.items() if nbytes]
     held += [("activations", show_bytes(found.activations.most), "-")]
     print_table("held at most", ("what", "bytes", "planned"), held)
     print(f"activations: {show_bytes(found.activations.kept)} on the device from a forward to its backward\n")
+    print_table("together, if all of that came at once", ("tier", "bytes", "of", "fits"), _fits(found, machine))
+    print()
     updates = f"updates of {show_count(machine.host_update_numel_s)} elements/s on the host"
     print(f"a step takes {show_seconds(paced.seconds)} ({rates_text(machine)}, {updates})")
     print_table("busy meanwhile", ("lane", "time"), [(lane, show_seconds(seconds)) for lane, seconds in paced.busy.items()])
+    print()
     print_table("in the plan of a step", ("verb", "times"), [(verb, str(count)) for verb, count in found.verbs.items()])
     return 0
+
+
+def _job(config: dict[str, Any], batch: Batch) -> str:
+    dtype = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
+    ours, zero = config.get("naught", {}), config.get("zero_optimization", {})
+    places = [f"{name} on {block['device']}" for name in ("offload_optimizer", "offload_param") if (block := zero.get(name))]
+    places += [f"{name} {ours[name]}" for name in ("placement", "gradients", "activations") if ours.get(name)]
+    accumulation = config.get("gradient_accumulation_steps") or 1
+    parts = [
+        f"stage {zero.get('stage', 0)}",
+        dtype,
+        f"micro-batch {batch.micro} x {batch.seq} tokens",
+        f"accumulation {accumulation}",
+    ]
+    return ", ".join([*parts, *places])
+
+
+_AT_REST = ("weights", "masters", "rests", "states")
+
+
+def _fits(found: Simulated, machine: Machine) -> list[tuple[str, str, str, str]]:
+    """Peaks need not come together: if all of them have room it fits, and if what always rests there has none it does not."""
+    total, resting = Counter({Tier.DEVICE: found.activations.most}), Counter[Tier]()
+    for name, nbytes in found.peak.items():
+        first, _, rest = name.partition(" ")
+        tier = {"host": Tier.DEVICE if machine.unified else Tier.HOST, "disk": Tier.DISK}.get(first, Tier.DEVICE)
+        total[tier] += nbytes
+        resting[tier] += nbytes if name in _AT_REST or rest in _AT_REST else 0
+    rows = []
+    for tier, nbytes in total.items():
+        room = machine.capacity(tier)
+        if room:  # else nobody says how much there is
+            fits = "yes" if nbytes <= room else "no" if resting[tier] > room else "perhaps: naught plan tells"
+            rows.append((str(tier), show_bytes(nbytes), show_bytes(room), fits))
+    return rows
 
 
 def _data(found: Simulated) -> dict[str, Any]:
@@ -75,7 +125,14 @@ def _trace(paced: Pace) -> dict[str, Any]:
     """As browsers' tracing pages read it: a row for each lane."""
     lanes = {lane: at for at, lane in enumerate(paced.busy)}
     bars = [
-        {"ph": "X", "pid": 0, "tid": lanes[lane], "name": f"{what} {unit}", "ts": start * 1e6, "dur": (stop - start) * 1e6}
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": lanes[lane],
+            "name": f"{what} {unit or 'root'}",
+            "ts": start * 1e6,
+            "dur": (stop - start) * 1e6,
+        }
         for lane, what, unit, start, stop in paced.bars
     ]
     names = [{"ph": "M", "pid": 0, "tid": at, "name": "thread_name", "args": {"name": lane}} for lane, at in lanes.items()]
@@ -141,6 +198,7 @@ def _config(options: argparse.Namespace, usual: str) -> dict[str, Any]:
     zero, ours = _OFFLOADS[options.offload or "none"]
     if options.activations:
         ours = ours | {"activations": options.activations, "nvme_path": _FOLDER}
+        ours |= {"saved_tensors": "all"} if options.keep_activations else {}
     dtype = options.dtype or usual
     precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     return {
