@@ -195,14 +195,9 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
 
 
 def _in_turn(units: Sequence[Unit]) -> Sequence[Unit]:
-    """As the next forward needs them, but for some of the last: their gradients are the first that are there, and while they are
-    updated those of the first unit, which come last, come down: a link takes less than half as long as an update. The last one is
-    often large, too, and what ends an update has to come up before anything goes on."""
-    sizes = [sum(segment.kept.owned.numel for segment in unit.trained) for unit in units]
-    first = len(units) - 1
-    while first > 1 and 2 * sum(sizes[first:]) < sizes[0]:
-        first -= 1
-    return [*units[first:], *units[:first]]
+    """As the next forward needs them, but for the last one: its gradients are the first that are there, and while it is updated
+    those of the first unit come down. It is often large, too, and what ends an update has to come up before anything goes on."""
+    return [*units[-1:], *units[:-1]]
 
 
 def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float, *, delayed: bool) -> None:
