@@ -33,7 +33,8 @@ def activations_of(params: Iterable[nn.Parameter], run: Callable[[], Tensor]) ->
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """While open, storages that an operation makes are counted until nobody has them. One that it was given is none of them."""
+    """While open, storages that an operation makes are counted until nobody has them. One that it was given is none of them, and
+    one that is resized to 0 stays counted as it was made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

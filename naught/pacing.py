@@ -1,39 +1,32 @@
-"""Pacing: how long a step takes on a machine, one thing behind the other in a lane and side by side in several. Pure."""
+"""Pacing: how long a step takes on a machine: its plan is walked, and the update behind it. Pure."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import Enum, auto
 
 from naught.holding import LEAVING
+from naught.lanes import Bar, Lane, Lanes
 from naught.machine import Machine
 from naught.placement import Kind, Tier
 from naught.steps import Placements, Sizes, Step, Verb
 
-__all__ = ["Bar", "Course", "Pace", "Work", "pace"]
+__all__ = ["Course", "Pace", "Work", "in_turn", "pace"]
 
 _STEPS = 3  # until a step is like the one before
 
 
-class Bar(NamedTuple):
-    """Something that keeps a lane busy."""
-
-    lane: str
-    what: str
-    unit: str
-    start_s: float
-    stop_s: float
-
-
 @dataclass(frozen=True)
 class Work:
-    """What a unit asks of a machine beside its plan, on one rank: operations of its forward; bytes that come up from the host,
-    for each gather where it rests there, else after each update there; elements that it updates, and bytes of states on disk that
-    this reads and writes; and bytes of activations that go away with its forward and come back for its backward."""
+    """What a unit asks of a machine beside its plan, on one rank: operations of its forward and of its backward, which has those
+    that are computed again; bytes that come up from the host, for each gather where it rests there, else after each update there;
+    elements that it updates, and bytes of states on disk that this reads and writes; and bytes of activations that go away with
+    its forward and come back for its backward."""
 
-    flops: float = 0.0
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
     raised: int = 0
     fetched: int = 0  # weights that an update on the device brings up to write them back
     updated_numel: int = 0
@@ -44,13 +37,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Course:
-    """A step: its plan, where units rest and what they take, whether blocks are computed again, and where activations go."""
+    """A step: its plan, where units rest and what they take, and where activations go."""
 
     steps: Sequence[Step]
     placements: Placements
     sizes: Sizes
     works: Mapping[str, Work]
-    recomputes: bool = False
     rest: Tier = Tier.DEVICE
 
 
@@ -70,149 +62,139 @@ class Pace:
 
 
 def pace(course: Course, machine: Machine) -> Pace:
-    """Walk a few steps, and tell of the last: an update, and the forward and the backward behind it. A unit's backward has twice
-    as many operations as its forward, and as many again if it computes it anew. Whatever is asked of a lane waits for what was
-    asked of it before; a unit computes once its weights are there, its gradients set out once they are made, all are updated once
-    the norm of all is known, and what needs new weights waits for that unit's update alone."""
-    walk = _Walk(course, machine)
+    """Walk a few steps, and tell of the last: an update, and the forward and the backward behind it. A unit computes once its
+    weights are there, its gradients set out once they are made, the norm is known once all are summed on the device, an update on
+    the host waits for it and for its own gradients, and what needs new weights waits for that unit's update alone."""
+    walk = _Walk(course, Lanes(machine), stale=set(course.sizes))
     norms = [0.0]
     for _ in range(_STEPS):
-        walk.run()
+        for verb, kind, unit in course.steps:
+            act = _ACTS.get((verb, kind))
+            if act is not None and unit in course.sizes:
+                act(walk, unit)
         norms.append(walk.norm())
         walk.update(norms[-1])
     begins, ends = norms[-2:]
-    bars = (bar for bar in walk.bars if begins <= bar.start_s < ends)
+    bars = (bar for bar in walk.lanes.bars if begins <= bar.start_s < ends)
     return Pace(
         tuple(bar._replace(start_s=bar.start_s - begins, stop_s=bar.stop_s - begins) for bar in bars), seconds=ends - begins
     )
 
 
+def in_turn(units: Sequence[str]) -> Sequence[str]:
+    """The order in which the host updates units: naught.update has the same, and says why."""
+    return [*units[-1:], *units[:-1]]
+
+
+class _Ready(Enum):
+    """What of a unit is ready at some time."""
+
+    READ = auto()  # weights, from disk
+    WEIGHTS = auto()  # gathered
+    AWAY = auto()  # activations, where they rest
+    SUMMED = auto()  # gradients, on the device
+    ARRIVED = auto()  # gradients, on the host
+    WRITTEN = auto()  # gradients, on disk
+    UPDATED = auto()
+
+
 @dataclass
 class _Walk:
-    """Where each lane is, and when what a unit needs is there."""
+    """Where a walk is, and when what a unit needs is there."""
 
     course: Course
-    machine: Machine
-    bars: list[Bar] = field(default_factory=list)
-    free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    ready: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # by what it is and whose
-    stale: set[str] = field(default_factory=set)  # units whose update was not gathered since
+    lanes: Lanes
+    stale: set[str]  # units whose update was not gathered since
+    ready: dict[tuple[_Ready, str], float] = field(default_factory=lambda: defaultdict(float))
     begun: set[str] = field(default_factory=set)  # units whose sums on the host are of this step
     leaving: deque[float] = field(default_factory=deque)  # when activations on their way are gone
-    asked: float = 0.0  # when the latest computation has begun: what is asked ahead is asked then
-
-    def __post_init__(self) -> None:
-        self.stale |= set(self.course.sizes)
-
-    def run(self) -> None:
-        """A step's forwards and backwards."""
-        for verb, kind, unit in self.course.steps:
-            act = _ACTS.get((verb, kind))
-            if act is not None and unit in self.course.sizes:
-                act(self, unit)
-
-    def do(self, lane: str, what: str, unit: str, seconds: float, *, after: float) -> float:
-        """When it is done."""
-        start = max(self.free[lane], after)
-        self.free[lane] = start + seconds
-        if seconds:
-            self.bars.append(Bar(lane, what, unit, start, start + seconds))
-        return start + seconds
-
-    def over_link(self, what: str, unit: str, nbytes: int, *, after: float) -> float:
-        return self.do("link", what, unit, nbytes / self.machine.link_bytes_s, after=after) if nbytes else after
-
-    def on_disk(self, what: str, unit: str, nbytes: int, *, after: float) -> float:
-        return self.do("disk", what, unit, nbytes / self.machine.rank_disk_bytes_s, after=after) if nbytes else after
-
-    def over_network(self, what: str, unit: str, nbytes: int, *, after: float) -> float:
-        share = (self.machine.ranks - 1) / self.machine.ranks / self.machine.collective_bytes_s
-        return self.do("network", what, unit, nbytes * share, after=after)
-
-    def compute(self, what: str, unit: str, flops: float, *, after: float) -> float:
-        start = self.asked = max(self.free["compute"], after)
-        return self.do("compute", what, unit, flops / self.machine.gpu.flops, after=start)
 
     # --- weights ---
 
     def read(self, unit: str) -> None:
-        after = max(self.asked, self.ready["updated", unit])
-        self.ready["read", unit] = self.on_disk("read", unit, self.course.sizes[unit].weight_shard, after=after)
+        after = max(self.lanes.asked, self.ready[_Ready.UPDATED, unit])
+        self.ready[_Ready.READ, unit] = self.lanes.on_disk("read", unit, self.course.sizes[unit].weight_shard, after=after)
 
     def gather(self, unit: str) -> None:
         place, work = self.course.placements[unit], self.course.works.get(unit, Work())
         if unit not in self.stale and not place.param.split:
             return  # they are there
-        after = max(self.asked, self.ready["updated", unit], self.ready["read", unit])
-        if place.param.tier is not Tier.DEVICE or (place.optim.tier is not Tier.DEVICE and unit in self.stale):
-            after = self.over_link("load", unit, work.raised, after=after)
+        after = max(self.lanes.asked, self.ready[_Ready.UPDATED, unit], self.ready[_Ready.READ, unit])
+        if place.param.tier is Tier.DEVICE:
+            after = max(after, self.lanes.arrival(unit))
+        else:
+            after = self.lanes.over_link("load", unit, work.raised, after=after)
         self.stale.discard(unit)
-        self.ready["weights", unit] = self.over_network("gather", unit, self.course.sizes[unit].weights, after=after)
+        self.ready[_Ready.WEIGHTS, unit] = self.lanes.over_network("gather", unit, self.course.sizes[unit].weights, after=after)
 
     # --- forward and backward ---
 
     def forward(self, unit: str) -> None:
         work = self.course.works.get(unit, Work())
-        done = self.compute("forward", unit, work.flops, after=self.ready["weights", unit])
+        done = self.lanes.compute("forward", unit, work.forward_flops, after=self.ready[_Ready.WEIGHTS, unit])
         if work.away_bytes and self.course.rest is not Tier.DEVICE:
-            gone = self.over_link("put away", unit, work.away_bytes, after=done)
+            gone = self.lanes.over_link("put away", unit, work.away_bytes, after=done)
             self.leaving.append(gone)
             if len(self.leaving) > LEAVING:  # the device waits for the oldest: its memory is for others
-                self.free["compute"] = max(self.free["compute"], self.leaving.popleft())
+                self.lanes.hold(Lane.COMPUTE, self.leaving.popleft())
             if self.course.rest is Tier.DISK:
-                gone = self.on_disk("put away", unit, work.away_bytes, after=gone)
-            self.ready["away", unit] = gone
+                gone = self.lanes.on_disk("put away", unit, work.away_bytes, after=gone)
+            self.ready[_Ready.AWAY, unit] = gone
 
     def backward(self, unit: str) -> None:
         work = self.course.works.get(unit, Work())
         self.leaving.clear()
-        after = self.ready["weights", unit]
+        after = self.ready[_Ready.WEIGHTS, unit]
         if work.away_bytes and self.course.rest is not Tier.DEVICE:
-            back = max(self.asked, self.ready["away", unit])
+            back = max(self.lanes.asked, self.ready[_Ready.AWAY, unit])
             if self.course.rest is Tier.DISK:
-                back = self.on_disk("bring back", unit, work.away_bytes, after=back)
-            after = max(after, self.over_link("bring back", unit, work.away_bytes, after=back))
-        self.compute("backward", unit, (3 if self.course.recomputes else 2) * work.flops, after=after)
+                back = self.lanes.on_disk("bring back", unit, work.away_bytes, after=back)
+            after = max(after, self.lanes.over_link("bring back", unit, work.away_bytes, after=back))
+        self.lanes.compute("backward", unit, work.backward_flops, after=after)
 
     # --- gradients ---
 
     def reduce(self, unit: str) -> None:
         grads = self.course.sizes[unit].grads
-        done = self.over_network("reduce", unit, grads, after=self.free["compute"])
+        done = self.lanes.over_network("reduce", unit, grads, after=self.lanes.free[Lane.COMPUTE])
         if not self.course.placements[unit].optim.split:  # every rank updates all of it
-            done = self.over_network("gather", unit, grads, after=done)
-        self.ready["sum", unit] = done
+            done = self.lanes.over_network("gather", unit, grads, after=done)
+        self.ready[_Ready.SUMMED, unit] = done
 
     def settle(self, unit: str) -> None:
-        self.free["compute"] = max(self.free["compute"], self.ready["sum", unit])
+        self.lanes.hold(Lane.COMPUTE, self.ready[_Ready.SUMMED, unit])
 
     def store(self, unit: str) -> None:
-        """What is on disk already of this step is read first, to be added to."""
-        size, after = self.course.sizes[unit], self.ready["sum", unit]
-        if self.course.placements[unit].grad.tier is Tier.DISK and unit in self.begun:
-            after = max(after, self.on_disk("read sum", unit, size.grad_shard, after=self.ready["on disk", unit]))
+        """The device adds to what is below already of this step, once it is there; what is on disk is read first."""
+        size, summed = self.course.sizes[unit], self.ready[_Ready.SUMMED, unit]
+        if unit in self.begun:
+            below = self.ready[_Ready.ARRIVED, unit]
+            if self.course.placements[unit].grad.tier is Tier.DISK:
+                below = self.lanes.on_disk("read sum", unit, size.grad_shard, after=self.ready[_Ready.WRITTEN, unit])
+            summed = max(summed, below)
         self.begun.add(unit)
-        self.ready["sum", unit] = self.over_link("store", unit, size.grad_shard, after=after)
+        self.ready[_Ready.SUMMED, unit] = summed
+        self.ready[_Ready.ARRIVED, unit] = self.lanes.over_link("store", unit, size.grad_shard, after=summed)
 
     def write_sum(self, unit: str) -> None:
-        self.ready["on disk", unit] = self.on_disk(
-            "write sum", unit, self.course.sizes[unit].grad_shard, after=self.ready["sum", unit]
+        self.ready[_Ready.WRITTEN, unit] = self.lanes.on_disk(
+            "write sum", unit, self.course.sizes[unit].grad_shard, after=self.ready[_Ready.ARRIVED, unit]
         )
 
     def norm(self) -> float:
-        """When all sums are there, or on their way to the disk."""
-        sums = (self.ready["sum", unit] for unit in self.course.sizes)
-        self.asked = max([self.free["compute"], *sums])
-        return self.asked
+        """When the device has all sums: those that rest elsewhere may be on their way."""
+        sums = (self.ready[_Ready.SUMMED, unit] for unit in self.course.sizes)
+        self.lanes.asked = max([self.lanes.free[Lane.COMPUTE], *sums])
+        return self.lanes.asked
 
     # --- the update ---
 
     def update(self, norm: float) -> None:
-        """On the host the last unit first, and then all in the order of the forward; on the device beside it."""
+        """On the host, and on the device beside it."""
         self.begun.clear()
         trained = [unit for unit, work in self.course.works.items() if work.updated_numel]
         remote = [unit for unit in trained if self.course.placements[unit].optim.tier is not Tier.DEVICE]
-        for unit in [*remote[-1:], *remote[:-1]]:
+        for unit in in_turn(remote):
             self._update_on_host(unit, norm)
         for unit in trained:
             if unit not in remote:
@@ -220,30 +202,33 @@ class _Walk:
 
     def _update_on_host(self, unit: str, norm: float) -> None:
         """States on disk are read, updated and written a tile at a time by many threads: the disk and the host work side by side,
-        and the slower of them sets the pace."""
+        and the slower of them sets the pace. New weights that rest on the device go there at once."""
         place, size, work = self.course.placements[unit], self.course.sizes[unit], self.course.works[unit]
         sums = size.grad_shard if place.grad.tier is Tier.DISK else 0
         new = size.weight_shard if place.param.tier is Tier.DISK else 0
-        begins = max(norm, self.ready["on disk", unit])
+        begins = max(norm, self.ready[_Ready.ARRIVED, unit], self.ready[_Ready.WRITTEN, unit])
         if sums or new or work.state_bytes:
-            begins = max(begins, self.free["disk"])
-        moved = self.on_disk("states", unit, 2 * work.state_bytes + sums + new, after=begins)
-        done = self.do("host", "update", unit, work.updated_numel / self.machine.host_update_numel_s, after=begins)
-        self.ready["updated", unit] = max(moved, done)
+            begins = max(begins, self.lanes.free[Lane.DISK])
+        moved = self.lanes.on_disk("states", unit, 2 * work.state_bytes + sums + new, after=begins)
+        done = self.lanes.update_on_host(unit, work.updated_numel, after=begins)
+        self.ready[_Ready.UPDATED, unit] = max(moved, done)
+        if place.param.tier is Tier.DEVICE:
+            self.lanes.load_at(max(moved, done), unit, work.raised)
         self.stale.add(unit)
 
     def _update_on_device(self, unit: str, norm: float) -> None:
         place, size, work = self.course.placements[unit], self.course.sizes[unit], self.course.works[unit]
         after = norm
         if place.sums_rest is not Tier.DEVICE:
-            after = self.over_link("load", unit, size.grad_shard, after=after)
-        after = self.over_link("load", unit, work.fetched, after=after)
-        done = self.do("compute", "update", unit, work.updated_numel / self.machine.device_update_numel_s, after=after)
+            after = self.lanes.over_link("load", unit, size.grad_shard, after=max(norm, self.ready[_Ready.ARRIVED, unit]))
+        after = self.lanes.over_link("load", unit, work.fetched, after=after)
+        seconds = work.updated_numel / self.lanes.machine.device_update_numel_s
+        done = self.lanes.do(Lane.COMPUTE, "update", unit, seconds, after=after)
         if place.param.tier is not Tier.DEVICE:
-            done = self.over_link("store", unit, size.weight_shard, after=done)
+            done = self.lanes.over_link("store", unit, size.weight_shard, after=done)
         if place.param.tier is Tier.DISK:
-            done = self.on_disk("write weights", unit, size.weight_shard, after=done)
-        self.ready["updated", unit] = done
+            done = self.lanes.on_disk("write weights", unit, size.weight_shard, after=done)
+        self.ready[_Ready.UPDATED, unit] = done
         self.stale.add(unit)
         if place.optim.split and not place.param.split and not work.lazy:
             self.gather(unit)  # at once, beside the update of the next

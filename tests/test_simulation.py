@@ -10,16 +10,19 @@ import pytest
 import torch
 from test_offload import BF16, HOST, ON_GPU, SMALL
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import DEVICE, config_of, engine_of, my_rank
 
+from naught import update
 from naught.cli import main
 from naught.comm import Ledger, World, imagine
 from naught.config import load
 from naught.errors import ModelError, PlacementError, UsageError
 from naught.holding import LEAVING
+from naught.lanes import Lanes
 from naught.live_bytes import LiveBytes, activations_of
 from naught.machine import Gpu, Machine, detect
-from naught.pacing import Course, Work, pace
+from naught.pacing import Course, Work, in_turn, pace
 from naught.placement import Kind, Tier, place_stage
 from naught.precision import precision_of
 from naught.shapes import Transformer
@@ -347,7 +350,7 @@ def test_lanes_wait_for_each_other_as_the_plan_has_it():
     steps += [Step(Verb.USE, Kind.PARAM, "b"), Step(Verb.USE, Kind.GRAD, "b"), Step(Verb.REDUCE, Kind.GRAD, "b")]
     machine = Machine(ranks=2, ranks_per_node=2, gpu=Gpu(1, 1.0, 1.0, 1.0), network_bytes_s=1.0, host_bytes_s=100.0)
     units = ("a", "b")
-    works = {"a": Work(flops=3.0), "b": Work(flops=5.0)}
+    works = {"a": Work(forward_flops=3.0), "b": Work(forward_flops=5.0, backward_flops=10.0)}
     course = Course(steps, dict.fromkeys(units, place_stage(3)), dict.fromkeys(units, size), works)
     near = pace(course, machine)
     assert [(bar.what, bar.start_s, bar.stop_s) for bar in near.bars] == [
@@ -361,13 +364,13 @@ def test_lanes_wait_for_each_other_as_the_plan_has_it():
     assert (near.seconds, near.busy) == (27, {"network": 12, "compute": 18})
     host = dict.fromkeys(units, place_stage(3, optim=Tier.HOST, param=Tier.HOST))
     works = {name: replace(work, raised=4) for name, work in works.items()}
-    far = pace(replace(course, placements=host, works=works, recomputes=True), machine)
+    far = pace(replace(course, placements=host, works=works), machine)
     assert [(bar.lane, bar.start_s, bar.stop_s) for bar in far.bars[:3]] == [
         ("link", 0, 4),
         ("network", 4, 8),
         ("compute", 8, 11),
     ]
-    assert far.busy["compute"] == 3 + 5 + 15
+    assert far.busy["compute"] == 3 + 5 + 10
 
 
 def three(placement, **work) -> Course:
@@ -375,13 +378,162 @@ def three(placement, **work) -> Course:
     names, size = ("a", "b", "c"), UnitBytes(weights=8, weight_shard=4, grads=8, grad_shard=4, state_shard=0)
     steps = [Step(verb, Kind.PARAM, name) for name in names for verb in (Verb.GATHER, Verb.USE)]
     steps += [Step(Verb.USE, Kind.GRAD, name) for name in reversed(names)]
-    works = dict.fromkeys(names, Work(flops=1.0, **work))
+    works = dict.fromkeys(names, Work(forward_flops=1.0, backward_flops=2.0, **work))
     return Course(steps, dict.fromkeys(names, placement), dict.fromkeys(names, size), works)
 
 
 def bars(course: Course, **rates: float) -> list[tuple[str, str, float, float]]:
     machine = Machine(gpu=Gpu(1, 1.0, 4.0, 1.0), host_bytes_s=100.0, **rates)
     return [(f"{bar.lane}: {bar.what}", bar.unit, bar.start_s, bar.stop_s) for bar in pace(course, machine).bars]
+
+
+def offloaded(**work: int) -> Course:
+    """Stage 2 with the optimizer on the host. At 4 bytes a second gradients of 12 go down for 3 seconds, and weights of 8 come up
+    for 2; at an element a second a unit is updated for 4."""
+    course = three(place_stage(2, optim=Tier.HOST), updated_numel=4, raised=8, lazy=True, **work)
+    names, size = ("a", "b", "c"), UnitBytes(weights=8, weight_shard=8, grads=12, grad_shard=12, state_shard=0)
+    forward = [step for step in course.steps if step.kind is Kind.PARAM]
+    verbs = (Verb.USE, Verb.REDUCE, Verb.SETTLE, Verb.STORE)
+    backward = [Step(verb, Kind.GRAD, name) for name in reversed(names) for verb in verbs]
+    return replace(course, steps=[*forward, *backward], sizes=dict.fromkeys(names, size))
+
+
+def test_an_optimizer_on_the_host_by_hand():
+    """From one norm to the next, which is when the backward of a ends: nothing waits for the last gradients but their update.
+
+    Before it the backwards of c, b and a have ended at -4, -2 and 0. The link has stored c from -4 to -1 and b from -1 to 2.
+    host     c 0-4: it has arrived        a 5-9: it arrives at 5        b 9-13
+    link     store a 2-5, load c 5-7: due at 4        load a 9-11        load b 13-15
+    compute  forward a 11-12, b 15-16, c 16-17; backward c 17-19, b 19-21, a 21-23: the norm
+    link     store c 19-22, store b 22-25: as above, 23 seconds later
+    """
+    course = offloaded()
+    assert sorted(bars(course, update_numel_s=1.0), key=lambda bar: bar[2:]) == [
+        ("host: update", "c", 0, 4),
+        ("link: store", "a", 2, 5),
+        ("link: load", "c", 5, 7),
+        ("host: update", "a", 5, 9),
+        ("link: load", "a", 9, 11),
+        ("host: update", "b", 9, 13),
+        ("compute: forward", "a", 11, 12),
+        ("link: load", "b", 13, 15),
+        ("compute: forward", "b", 15, 16),
+        ("compute: forward", "c", 16, 17),
+        ("compute: backward", "c", 17, 19),
+        ("compute: backward", "b", 19, 21),
+        ("link: store", "c", 19, 22),
+        ("compute: backward", "a", 21, 23),
+        ("link: store", "b", 22, 25),
+    ]
+    assert pace(course, Machine(gpu=Gpu(1, 1.0, 4.0, 1.0), host_bytes_s=100.0, update_numel_s=1.0)).seconds == 23
+
+
+def test_new_weights_that_are_not_due_keep_nobody_from_the_link():
+    """As above, but activations go away, and come back before each backward: the link is free again when that of a ends, and has
+    its gradients stored at 3. The host updates c 0-4, a 4-8 and b 8-12; a is up at 10, and its forward ends at 11. Its
+    activations leave from 11 to 13, for b is not due before 12, and b comes up behind them."""
+    found = bars(replace(offloaded(away_bytes=8), rest=Tier.HOST), update_numel_s=1.0)
+    assert sorted((bar for bar in found if bar[0].startswith("link: ")), key=lambda bar: bar[2])[:5] == [
+        ("link: store", "a", 0, 3),
+        ("link: load", "c", 4, 6),
+        ("link: load", "a", 8, 10),
+        ("link: put away", "a", 11, 13),
+        ("link: load", "b", 13, 15),
+    ]
+
+
+def test_new_weights_come_up_in_the_order_of_their_updates():
+    """The link is busy with a until 9, when c (4) and b (8) are both due."""
+    lanes = Lanes(Machine(gpu=Gpu(1, 1.0, 1.0, 1.0), host_bytes_s=100.0))
+    lanes.over_link("store", "a", 9, after=0.0)
+    lanes.load_at(4.0, "c", 2)
+    lanes.load_at(8.0, "b", 2)
+    assert [lanes.arrival("b"), lanes.arrival("c"), lanes.arrival("a")] == [13, 11, 0]
+    lanes.load_at(20.0, "c", 2)
+    lanes.load_at(30.0, "c", 2)
+    assert [bar.start_s for bar in lanes.bars] == [0, 9, 11, 20], "also those that nobody has waited for come up"
+    assert lanes.arrival("c") == 32
+
+
+def test_without_a_gpu_the_same_cores_compute_and_update_and_there_is_no_link():
+    machine = Machine(gpu=Gpu(1, 1.0, 4.0, 1.0), host_bytes_s=100.0, update_numel_s=1.0, unified=True)
+    found = pace(replace(offloaded(away_bytes=8), rest=Tier.HOST), machine)
+    assert found.busy == {"compute": 3 * (4 + 1 + 2)}
+    assert found.seconds == 21
+
+
+def test_the_host_updates_in_the_order_of_the_engine():
+    for count in range(5):
+        names = [f"{at}" for at in range(count)]
+        assert in_turn(names) == update._in_turn(names)
+    assert in_turn(["a", "b", "c"]) == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_computed_again_is_counted_where_it_is(apart):
+    """A block: four projections of 32 x 32, up and down of 32 x 128, for 32 tokens; and attention of 2 samples and 2 heads with
+    16 x 16 scores of 16 elements, which takes two products, and 5 in a backward. A product has two in a backward. The last one
+    of a block, down, is not computed again: nobody needs what it gives."""
+    projections, up, attention = 4 * 2 * 32 * 32 * 32, 2 * 32 * 32 * 128, 2 * 2 * (2 * 16 * 16 * 16)
+    forward = projections + 2 * up + 2 * attention
+    backward = 2 * (projections + 2 * up) + 5 * attention
+    head = 2 * 32 * 32 * 96
+    machine = Machine(ranks=2, unified=not apart)
+    for again in (False, True):
+        with torch.device("meta"):
+            thought = model(recomputes=again)
+        works = simulate(thought, config_of(2), World(2, machine=machine), lambda run: run(IDS, IDS)).course.works
+        assert {(work.forward_flops, work.backward_flops) for name, work in works.items() if name.startswith("blocks")} == {
+            (forward, backward + (forward - up if again else 0))
+        }
+        assert sum(work.forward_flops for work in works.values()) == 3 * forward + head
+        assert sum(work.backward_flops for work in works.values()) == 3 * (backward + (forward - up if again else 0)) + 2 * head
+
+
+class Outer(nn.Module):
+    """A layer, and a product with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) @ self.own).sum()
+
+
+def test_a_root_is_told_what_it_computes_itself():
+    """Products of 4 x 8 by 8 x 8. Nobody wants a gradient of the input, so the inner backward has one, and the root's two."""
+    with torch.device("meta"):
+        thought, x = Outer(), torch.zeros(4, 8)
+    works = simulate(thought, config_of(1), World(2), lambda run: run(x)).course.works
+    product = 2 * 4 * 8 * 8
+    assert {name: (work.forward_flops, work.backward_flops) for name, work in works.items()} == {
+        "": (product, 2 * product),
+        "inner": (product, product),
+    }
+
+
+class TwoExps(nn.Module):
+    """Two tensors of 1,000 elements, each of which its own backward needs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp().exp()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_activations_of_two_units_by_hand(device):
+    x, each, scalars = nn.Parameter(torch.zeros(1000, device=device)), 4000, 2 * 4
+    units = [TwoExps(), TwoExps()]
+    # All four are kept, with a loss of 4 bytes. The first product of the backward finds them and makes a fifth, beside the loss
+    # and its gradient; from then on each lets go of one and makes another.
+    kept = activations_of([x], lambda: units[1](units[0](x)).sum())
+    assert kept == (4 * each + 4, 5 * each + scalars)
+
+    def again() -> torch.Tensor:
+        return checkpoint(units[1], checkpoint(units[0], x, use_reentrant=False), use_reentrant=False).sum()
+
+    # What goes from unit to unit is kept. The backward of the second computes its two again, and makes its first product: four.
+    assert activations_of([x], again) == (each + 4, 4 * each + scalars)
 
 
 def test_a_unit_waits_for_its_own_update_alone():

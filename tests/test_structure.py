@@ -38,7 +38,7 @@ LAYERS = [
     ],
     ["steps", "expansion", "holding", "moving", "plan"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
-    ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "pacing", "papers"],
+    ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "lanes", "pacing", "papers"],
     ["advice", "pictures", "scaling", "statements", "showing", "pooling"],
     [
         "config.read",

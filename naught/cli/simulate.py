@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from naught.cli.files import write_new
@@ -44,7 +43,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     config = _config(options, "bf16" if machine.gpu.has_bf16 else "fp16")
     batch = Batch(int(config["train_micro_batch_size_per_gpu"]), options.seq or _SEQ, not options.keep_activations)
     found = simulate_gpt(shape, config, World(machine.ranks, options.rank or 0, options.backend or "nccl", machine), batch)
-    paced = pace(replace(found.course, recomputes=batch.recomputes), machine)
+    paced = pace(found.course, machine)
     if options.timeline:
         write_new(options.timeline, json.dumps(_trace(paced)))
     if options.json:
