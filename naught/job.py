@@ -14,6 +14,7 @@ from naught.shapes import Transformer
 __all__ = ["ActivationBytes", "Checkpointing", "Job", "transformer_activations"]
 
 _MIXED_ADAM = recipe()
+_LOSS = 3 * 4  # bytes of a logit while its loss goes back
 
 
 class Checkpointing(StrEnum):
@@ -79,7 +80,8 @@ class ActivationBytes(NamedTuple):
 
 
 def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
-    """The papers' formulas, plus the logits in their own and in 32-bit precision, which the papers leave out.
+    """The papers' formulas, plus what a loss makes of the logits, which the papers leave out: in 32 bits their logarithms and the
+    gradients of those and of themselves.
 
     Without checkpoints the larger of the two papers' formulas counts; a real block keeps more than either.
     """
@@ -88,7 +90,7 @@ def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
     block = wide * block_activation_bytes(
         shape.hidden, shape.heads, batch=job.micro_batch, seq=job.seq, fused_attention=job.fused_attention
     )
-    logits = tokens * shape.vocab * (job.recipe.weight + 4)
+    logits = tokens * shape.vocab * _LOSS
     checkpoints = wide * checkpoint_bytes(shape.layers, shape.hidden, batch=job.micro_batch, seq=job.seq)
     everything = max(
         shape.layers * block,
