@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class World:
 
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = _nest()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self.size, self.folder.name, theirs), daemon=True)
@@ -100,9 +101,26 @@ class World:
         self.processes, self.pipes, self.folder = [], [], None
 
 
+def _nest() -> Any:
+    """A process that has imported what ranks need, and forks them. Python's own would look for it without our folders."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nest"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
 def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     stacks = Path(folder, f"stacks{rank}").open("w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.sched_setaffinity(0, cores_of_rank(rank, size))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -123,6 +141,13 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def cores_of_rank(rank: int, size: int) -> set[int]:
+    """A share of the cores, or one of them where there are fewer than ranks: a rank's threads wake each other all the time,
+    and to wake a thread on another core takes several times as long."""
+    cores = sorted(os.sched_getaffinity(0))
+    return set(cores[rank::size]) or {cores[rank % len(cores)]}
 
 
 def run_script(script: str, *arguments: str, patience_s: float = 100, **variables: str) -> list[tuple[int, str, str]]:
