@@ -18,7 +18,7 @@ SOAK = os.environ.get("NAUGHT_SOAK") == "1"
 
 
 def outcomes(world: World, name: str, **options) -> list[list[Outcome]]:
-    return [world.run(train, name, stage, **options) for stage in range(4)]
+    return [world.reference(train, name, stage, **options) for stage in range(4)]
 
 
 def assert_ranks_agree(runs: list[list[Outcome]]) -> None:
