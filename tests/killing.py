@@ -32,12 +32,10 @@ def rank_main(rank: int, ask: dict[str, Any], speaks: int) -> None:
     from faults import faults
     from menagerie import MODELS, Noisy
     from training import config_of, digest_of_what_is_trained, engine_of, take_steps
-    from workers import cores_of_rank
 
     from naught.checkpoints import RealDisk, Store
 
     torch.set_num_threads(1)
-    os.sched_setaffinity(0, cores_of_rank(rank, WORLD))
     folder = Path(ask["folder"])
     store = dist.FileStore(ask["store"], WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=PATIENCE_S))

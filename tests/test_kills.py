@@ -108,7 +108,8 @@ def test_no_kill_costs_a_checkpoint(nursery, tmp_path):
     runs = Runs(nursery, tmp_path / "run", tmp_path)
     saving, before = 0, 0
     for seed in range(KILLS):
-        saving += runs.stop(**variant(seed), seed=seed)["saving"]
+        longest_s = 0.03 if seed % 4 else 0.15  # most in the midst of a save, and some behind it, or a slow disk gets nowhere
+        saving += runs.stop(**variant(seed), seed=seed, longest_s=longest_s)["saving"]
         steps = runs.check(**variant(seed))
         assert max(steps, default=0) >= before, f"seed {seed}: an older one is lost"
         before = max(steps, default=0)

@@ -194,10 +194,15 @@ def _ask_nest(question: str, patience_s: float) -> list[int]:
     assert nest.stdout is not None
     nest.stdin.write(f"{question}\n")
     nest.stdin.flush()
-    if not wait([nest.stdout], patience_s):
-        _process.cache_clear()
-        os.killpg(nest.pid, signal.SIGKILL)
-        nest.wait()
+    answered = False
+    try:
+        answered = bool(wait([nest.stdout], patience_s))
+    finally:
+        if not answered:  # nor may its answer be taken for that to a later question
+            _process.cache_clear()
+            os.killpg(nest.pid, signal.SIGKILL)
+            nest.wait()
+    if not answered:
         raise WorkerError(f"a script was not over after {patience_s} s")
     codes: list[int] = json.loads(nest.stdout.readline())
     return codes
