@@ -31,7 +31,7 @@ def rank_main(rank: int, ask: dict[str, Any], speaks: int) -> None:
     import torch.distributed as dist
     from faults import faults
     from menagerie import MODELS, Noisy
-    from training import config_of, digest_in_32_bits, engine_of, take_steps
+    from training import config_of, digest_of_what_is_trained, engine_of, take_steps
 
     from naught.checkpoints import RealDisk, Store
 
@@ -46,7 +46,7 @@ def rank_main(rank: int, ask: dict[str, Any], speaks: int) -> None:
     os.write(speaks, READY)
     while engine.global_steps < ask["until"]:
         (loss,) = take_steps(engine, 1, first=engine.global_steps)
-        digest = digest_in_32_bits(engine)
+        digest = digest_of_what_is_trained(engine)
         if rank == 0:
             note(ask, "reached", f"{engine.global_steps} {digest}")
             note(ask, "losses", f"{engine.global_steps} {loss.hex()}")

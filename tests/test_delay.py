@@ -73,7 +73,7 @@ def train_late_by_hand(after: int, **options) -> tuple[list[float], str]:
 @pytest.mark.parametrize(("stage", "after"), [(2, 0), (1, 3), (3, 2)])
 def test_it_is_training_with_weights_of_the_step_before(two, stage, after):
     found = two.run(train_late, stage, after)
-    assert found == two.run(train_late_by_hand, after)
+    assert found == two.reference(train_late_by_hand, after)
     assert found != two.run(train_late, stage, STEPS), "it makes a difference"
 
 
@@ -88,7 +88,7 @@ def test_it_is_training_with_weights_of_the_step_before(two, stage, after):
 )
 def test_it_is_the_same_whatever_a_step_consists_of(two, stage, options):
     more = options.pop("more", None)
-    assert two.run(train_late, stage, 1, more, **options) == two.run(train_late_by_hand, 1, **options)
+    assert two.run(train_late, stage, 1, more, **options) == two.reference(train_late_by_hand, 1, **options)
 
 
 @pytest.mark.parametrize("more", [BF16, SMALL, BF16 | {"naught": {"wide_gradients": False}}])

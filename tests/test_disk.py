@@ -88,7 +88,7 @@ def test_training_is_the_same_with_states_on_disk(two, name, tmp_path):
         stage, zero = places(str(tmp_path))[place]
         far = two.run(train, name, stage, clip=0.5, more=TINY_TILES, **SPREAD, **zero)
         assert_ranks_agree([far])
-        assert far == two.run(train, name, stage, clip=0.5, **SPREAD, **near_of(place)), place
+        assert far == two.reference(train, name, stage, clip=0.5, **SPREAD, **near_of(place)), place
 
 
 # The models, ranks, micro-batches and precisions of offload, each with a place of its own.
@@ -105,7 +105,7 @@ SELECTION += [("plain", 2, 3, 0.5, "some", BF16), ("plain", 2, 1, 0.5, "stage2",
 def test_more_ranks_micro_batches_and_precisions(worlds, tmp_path, name, size, accumulation, clip, place, more):
     stage, zero = places(str(tmp_path))[place]
     options = {"accumulation": accumulation, "clip": clip, **SPREAD}
-    near = worlds[size].run(train, name, stage, **options, more=more, **near_of(place))
+    near = worlds[size].reference(train, name, stage, **options, more=more, **near_of(place))
     assert worlds[size].run(train, name, stage, **options, more=TINY_TILES | more, **zero) == near
 
 

@@ -235,7 +235,7 @@ def counted(stage: int, **more: Any) -> str:
 def test_the_caller_may_say_where_a_step_ends(two, stage):
     for steps, always in ((1, False), (2, True), (2, False)):
         for weights, samples in two.run(declared, stage, steps, always=always):
-            assert (weights, samples) == (two.run(counted, stage)[0], 16)
+            assert (weights, samples) == (two.reference(counted, stage)[0], 16)
 
 
 def unmanaged(stage: int) -> str:
@@ -250,7 +250,7 @@ def unmanaged(stage: int) -> str:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_unmanaged_every_step_of_the_caller_is_one(two, stage):
-    assert two.run(unmanaged, stage) == two.run(counted, stage)
+    assert two.run(unmanaged, stage) == two.reference(counted, stage)
 
 
 class Both(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from test_parity import SOAK
-from training import digest_in_32_bits, start
+from training import digest_of_what_is_trained, start
 
 from naught.checkpoints import RealDisk, Store
 
@@ -27,7 +27,7 @@ RESUMED = {
     "bf16": {"bf16": {"enabled": True}, "naught": {"async_save": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
 }
-UNTIL = 8
+UNTIL = 8 if SOAK else 6
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def reached_by(folder: Path, stage: int, more: dict[str, Any]) -> str:
     """What the newest checkpoint is, loaded alone, at another stage."""
     engine = start(3 - stage, "tied", more=more)
     engine.load_checkpoint(folder)
-    reached = f"{engine.global_steps} {digest_in_32_bits(engine)}"
+    reached = f"{engine.global_steps} {digest_of_what_is_trained(engine)}"
     engine.destroy()
     return reached
 
@@ -108,7 +108,8 @@ def test_no_kill_costs_a_checkpoint(nursery, tmp_path):
     runs = Runs(nursery, tmp_path / "run", tmp_path)
     saving, before = 0, 0
     for seed in range(KILLS):
-        saving += runs.stop(**variant(seed), seed=seed)["saving"]
+        longest_s = 0.03 if seed % 4 else 0.15  # most in the midst of a save, and some behind it, or a slow disk gets nowhere
+        saving += runs.stop(**variant(seed), seed=seed, longest_s=longest_s)["saving"]
         steps = runs.check(**variant(seed))
         assert max(steps, default=0) >= before, f"seed {seed}: an older one is lost"
         before = max(steps, default=0)

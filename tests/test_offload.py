@@ -64,8 +64,8 @@ def near_of(place: str) -> dict:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_the_same_wherever_states_rest(two, name):
-    near = two.run(train, name, 2, clip=0.5)
-    same = two.run(train, name, 2, clip=0.5, **near_of("stage2-offload"))
+    near = two.reference(train, name, 2, clip=0.5)
+    same = two.reference(train, name, 2, clip=0.5, **near_of("stage2-offload"))
     for place in PLACES if SOAK and not ON_GPU else ("stage2-offload", "infinity-host"):
         stage, zero = PLACES[place]
         far = two.run(train, name, stage, clip=0.5, **zero)
@@ -106,7 +106,7 @@ def test_more_ranks_micro_batches_and_precisions(worlds, name, size, accumulatio
     options = {"accumulation": accumulation, "clip": clip, "more": more}
     if ON_GPU and place == "half":
         pytest.skip("half of it is updated by another kernel")
-    near = worlds[size].run(train, name, stage, **options, **near_of(place))
+    near = worlds[size].reference(train, name, stage, **options, **near_of(place))
     assert worlds[size].run(train, name, stage, **options, **zero) == near
 
 
@@ -436,7 +436,7 @@ def test_states_rest_where_the_placement_says():
 def test_states_are_parked_once_nothing_is_under_way(two, include):
     for place in ("stage2-offload", "stage3-offload"):
         stage, zero = PLACES[place]
-        assert two.run(parked, stage, zero, include) == two.run(parked, stage, zero, [])
+        assert two.run(parked, stage, zero, include) == two.reference(parked, stage, zero, [])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -162,7 +162,7 @@ MAKE |= {"Prepared": Prepared, "Counting": Counting, "FirstGroupsRate": FirstGro
 def test_a_torch_optimizer_does_at_every_stage_what_it_does_alone(worlds, name):
     runs = [worlds[2].run(with_mine, stage, name) for stage in range(4)]
     assert all(run == runs[0] for run in runs)
-    assert runs[0][0][0] == worlds[1].run(plainly, name, 2)[0]
+    assert runs[0][0][0] == worlds[1].reference(plainly, name, 2)[0]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "NAdam", "SGD", "FirstGroupsRate", "Counting"])
@@ -171,7 +171,7 @@ def test_groups_have_hyperparameters_of_their_own(worlds, name):
     assert all(run == runs[0] for run in runs)
     assert runs[0][0][0] == worlds[1].run(plainly, name, 2, grouped=True)[0]
     same = name == "FirstGroupsRate"  # which does not look at the others
-    assert (runs[0][0][0] == worlds[1].run(plainly, name, 2)[0]) == same
+    assert (runs[0][0][0] == worlds[1].reference(plainly, name, 2)[0]) == same
 
 
 @pytest.mark.parametrize("of", ["uneven_sizes_and_users_hooks", "unused_parameters", "tied", "lora"])
@@ -425,7 +425,7 @@ def alone(world: int) -> tuple[list[list[float]], str]:
 @pytest.mark.parametrize("how", ["object", "function", "afterwards"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_torch_scheduler_sets_the_rates(worlds, how, stage):
-    assert worlds[2].run(by_torch, how, stage)[0] == worlds[1].run(alone, 2)[0]
+    assert worlds[2].run(by_torch, how, stage)[0] == worlds[1].reference(alone, 2)[0]
 
 
 def test_a_rate_that_begins_at_zero_is_no_reason_to_refuse():

@@ -52,13 +52,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_those_of_processes(worlds, case, size):
     name, stage, options = CASES[case]
-    assert rehearse(lambda _: train(name, stage, **options), ranks=size) == worlds[size].run(train, name, stage, **options)
+    assert rehearse(lambda _: train(name, stage, **options), ranks=size) == worlds[size].reference(train, name, stage, **options)
 
 
 def test_on_disk_too(two, tmp_path):
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     options = {"offload_optimizer": disk, "offload_param": disk, **SPREAD}
-    assert rehearse(lambda _: train("plain", 3, **options), ranks=2) == two.run(train, "plain", 3, **options)
+    assert rehearse(lambda _: train("plain", 3, **options), ranks=2) == two.reference(train, "plain", 3, **options)
 
 
 def draw(stage: int) -> tuple[Outcome | list[float], str, float, float]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,41 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """An empty folder with a text to train on."""
-    (tmp_path / "text.txt").write_text("".join(f"{at} squared is {at * at}.\n" for at in range(600)))
+    write_text(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text.txt").write_text("".join(f"{at} squared is {at * at}.\n" for at in range(600)))
+
+
+def trained(folder: Path, *words: str) -> Path:
+    """A run that nobody has disturbed, for several tests to look at."""
+    write_text(folder)
+    with chdir(folder):
+        ended = train(*words)
+    assert ended.returncode == 0, ended.stderr
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """A run of four steps, with a checkpoint of the last."""
+    return trained(tmp_path_factory.mktemp("four"), "steps=4", "--name", "first")
+
+
+@pytest.fixture(scope="module")
+def sixty(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("sixty"), "steps=60", "save_every=10")
+
+
+@pytest.fixture
+def copy_of_four(place, four):
+    """The same run in the folder of a test that goes on with it."""
+    shutil.copytree(four, place / "runs" / four.name)
+    return place / "runs" / four.name
 
 
 def command(*words: str) -> list[str]:
@@ -130,15 +164,18 @@ def test_a_run_trains_and_leaves_a_folder_that_says_all(place):
     assert ended.stderr == ""
 
 
+@pytest.mark.usefixtures("copy_of_four")
 def test_the_losses_of_all_stages_are_the_same_to_the_last_bit(place):
-    for stage in range(4):
-        ended = train("steps=5", "--stage", str(stage), "save_last=false", "--quiet")
+    """The first of them is of stage 3."""
+    for stage in range(3):
+        ended = train("steps=4", "--stage", str(stage), "save_last=false", "--quiet")
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-    curves = [losses(run) for run in sorted((place / "runs").iterdir())]
-    assert len(curves) == 4
+    runs = sorted((place / "runs").iterdir())
+    assert [facts(run)["stage"] for run in runs] == [3, 0, 1, 2]
+    curves = [losses(run) for run in runs]
     assert curves[0] == curves[1] == curves[2] == curves[3]
-    assert main(["report", "2", "4"]) == 0
-    assert "bit" in (place / "runs" / "0002-gpt" / "report-vs-0004-gpt.html").read_text()
+    assert main(["report", "1", "4"]) == 0
+    assert "bit" in (place / "runs" / "0001-first" / "report-vs-0004-gpt.html").read_text()
 
 
 def test_the_demo_holds_what_its_plan_said(place):
@@ -166,8 +203,7 @@ def test_compiled_and_recomputed_blocks_and_accumulation_train_too(place):
     assert compiled == pytest.approx(recomputed, rel=1e-3), "a compiler rounds in its own way"
 
 
-def test_under_torchrun_it_is_the_same_run(place):
-    assert train("steps=4", "save_last=false").returncode == 0
+def test_under_torchrun_it_is_the_same_run(place, four):
     by_torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "naught", "train"]
     ended = subprocess.run(
         [*by_torchrun, *command("steps=4", "save_last=false")[4:]],
@@ -178,8 +214,8 @@ def test_under_torchrun_it_is_the_same_run(place):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    one, other = (losses(run) for run in sorted((place / "runs").iterdir()))
-    assert one == other
+    (run,) = (place / "runs").iterdir()
+    assert losses(run) == losses(four)
     assert ended.stdout.count("step   4/4") == 1, "one rank speaks"
 
 
@@ -187,18 +223,17 @@ def test_under_torchrun_it_is_the_same_run(place):
 
 
 @pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGTERM), (0, signal.SIGUSR1)])
-def test_a_signal_to_any_rank_saves_and_ends_with_75_and_the_run_goes_on_bit_for_bit(place, rank, number):
-    assert train("steps=60").returncode == 0
+def test_a_signal_to_any_rank_saves_and_ends_with_75_and_the_run_goes_on_bit_for_bit(place, sixty, rank, number):
     status, errors = interrupted(4, to_rank(rank, number), "steps=60")
     assert (status, errors) == (75, "")
-    run = place / "runs" / "0002-gpt"
+    run = place / "runs" / "0001-gpt"
     assert facts(run)["status"] == "stopped"
     stopped_at = records(run, "save")[-1]["step"]
     assert 4 <= stopped_at < 60
     ended = train_on("--resume")
     assert ended.returncode == 0, ended.stderr
     assert f"from global_step{stopped_at}" in ended.stdout
-    assert losses(run) == losses(place / "runs" / "0001-gpt")
+    assert losses(run) == losses(sixty)
     assert facts(run)["status"] == "done"
     assert records(run, "resume")[0]["step"] == stopped_at
 
@@ -229,45 +264,40 @@ def test_a_signal_to_the_agent_stops_all_ranks_the_same_way(place, tell):
     assert facts(place / "runs" / "0001-gpt")["status"] == "stopped"
 
 
-def test_a_run_can_be_resumed_for_longer_at_another_stage_and_world(place):
-    assert train("steps=4", "--name", "first").returncode == 0
+def test_a_run_can_be_resumed_for_longer_at_another_stage_and_world(place, copy_of_four):
     ended = train_on("--resume", "first", "steps=6", "--stage", "1", "--nproc", "1", "train_batch_size=4")
     assert ended.returncode == 0, ended.stderr
-    run = place / "runs" / "0001-first"
+    run = copy_of_four
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     assert records(run, "resume")[0]["world"] == 1
     assert len(list((place / "runs").iterdir())) == 1
 
 
-def test_a_run_that_is_under_way_is_not_resumed_and_not_disturbed(place):
-    assert train("steps=2", "save_every=1").returncode == 0
-    run = place / "runs" / "0001-gpt"
+def test_a_run_that_is_under_way_is_not_resumed_and_not_disturbed(copy_of_four):
+    run = copy_of_four
     other = RunFolder(run)
     other.claim()
     ended = train_on("--resume", "steps=9")
     assert ended.returncode == 2
-    assert ended.stderr == "naught: the run runs/0001-gpt is under way. Wait until it is over, or stop it\n"
+    assert ended.stderr == "naught: the run runs/0001-first is under way. Wait until it is over, or stop it\n"
     assert facts(run)["status"] == "done", "as it was"
     os.close(other.handle)
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("copy_of_four")
 def test_a_run_that_is_over_is_not_resumed_without_more_steps():
-    assert train("steps=2", "--nproc", "1").returncode == 0
     ended = train_on("--resume", "--nproc", "1")
     assert ended.returncode == 2
-    assert "naught: the run is at step 2 of 2 already [train.steps]. Give more: steps=N" in ended.stderr
+    assert "naught: the run is at step 4 of 4 already [train.steps]. Give more: steps=N" in ended.stderr
 
 
-def test_a_rank_that_is_killed_is_restarted_with_all_others_and_training_goes_on(place):
-    assert train("steps=60", "save_every=10").returncode == 0
+def test_a_rank_that_is_killed_is_restarted_with_all_others_and_training_goes_on(place, sixty):
     status, errors = interrupted(12, to_rank(1, signal.SIGKILL), "steps=60", "save_every=10", "--max-restarts", "1")
     assert (status, errors) == (0, "")
-    run = place / "runs" / "0002-gpt"
+    (run,) = (place / "runs").iterdir()  # a restart is no new run
     assert facts(run)["status"] == "done"
     assert records(run, "resume")[0]["from"] in [f"global_step{step}" for step in range(10, 60, 10)]
-    assert losses(run) == losses(place / "runs" / "0001-gpt")
-    assert len(list((place / "runs").iterdir())) == 2, "a restart is no new run"
+    assert losses(run) == losses(sixty)
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_is_marked(place):

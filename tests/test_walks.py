@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from test_parity import SOAK
 from test_resume import RECIPES, make
-from training import digest, take_steps
+from training import digest_of_what_is_trained, take_steps
 from workers import World
 
-from naught import utils
 from naught.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,9 +36,6 @@ class State(NamedTuple):
 
 
 def state_of(engine: Engine) -> State:
-    trained = [param for param in engine.module.parameters() if param.requires_grad]
-    found = [utils.safe_get_full_fp32_param(param) for param in trained]
-    found += [utils.safe_get_full_optimizer_state(param, key) for param in trained for key in ("exp_avg", "exp_avg_sq")]
     updates = {
         slot.name: count
         for unit in engine.schedule.units.values()
@@ -47,7 +43,7 @@ def state_of(engine: Engine) -> State:
         for slot, count in zip(segment.layout.slots, segment.states.steps, strict=True)
     }
     counts = (engine.global_steps, engine.skipped_steps, engine.global_samples)
-    return State(digest([tensor for tensor in found if tensor is not None]), [updates[name] for name in sorted(updates)], counts)
+    return State(digest_of_what_is_trained(engine), [updates[name] for name in sorted(updates)], counts)
 
 
 def goes_on(folder: Path, where: dict[str, Any], tag: str | None, steps: int, *, beside: bool) -> tuple[State | None, State]:

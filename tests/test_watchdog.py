@@ -396,8 +396,9 @@ def test_a_script_that_ends_ends_as_without_a_watchdog(tmp_path, how):
 
 
 def test_a_rank_that_waits_in_the_store_itself_answers_beside_that():
-    (status, said, _), (other, nothing, _) = run_script(STARTS + BLOCKED, NAUGHT_DEVICE="cpu")
+    soon = STARTS.replace('"watchdog_s": 4', '"watchdog_s": 2')
+    (status, said, _), (other, nothing, _) = run_script(soon + BLOCKED, NAUGHT_DEVICE="cpu")
     assert (status, other, nothing) == (0, 0, "")
     assert re.fullmatch(
-        r'no progress for 4 s\. Rank 0 waits in reduce-scatter #\d+ for "head" \(backward of step 3\); rank 1\n', said
+        r'no progress for 2 s\. Rank 0 waits in reduce-scatter #\d+ for "head" \(backward of step 3\); rank 1\n', said
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from naught.engine import Engine
 from naught.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from naught.segment import Segment
 from naught.start import initialize
 
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
@@ -94,14 +95,30 @@ def digest_of_weights(engine: Engine) -> str:
 
 
 def digest_of_moments(engine: Engine) -> str:
-    """The moments of all ranks, whole, in the order of the parameters."""
-    found: list[Tensor] = []
-    for unit in engine.schedule.units.values():
-        for segment in unit.segments:
-            for _, state in sorted((segment.states.moments | {"weights": segment.exact}).items()):
-                whole = state if not unit.placement.optim.split else engine.schedule.group.exchange(state).flatten()
-                found += [whole[slot.span.start : slot.span.stop] for slot in segment.layout.slots]
-    return digest(found)
+    """The moments and weights of all ranks, whole, by the names of the parameters."""
+    return _digest_of_states(engine, [segment for unit in engine.schedule.units.values() for segment in unit.segments])
+
+
+def digest_of_what_is_trained(engine: Engine) -> str:
+    """The same in whatever precision a run computes: what is frozen is rounded to it."""
+    return _digest_of_states(engine, [segment for unit in engine.schedule.units.values() for segment in unit.trained])
+
+
+def _digest_of_states(engine: Engine, segments: list[Segment]) -> str:
+    """With one exchange for all of them."""
+    found = [
+        (segment, name, state.element_size(), state.contiguous().view(-1).view(torch.uint8))
+        for segment in segments
+        for name, state in sorted((segment.states.moments | {"weights": segment.exact}).items())
+    ]
+    split = [raw for segment, _, _, raw in found if not segment.everywhere]
+    rows = engine.schedule.group.exchange(torch.cat(split)) if split else torch.empty(1, 0)
+    parts = iter(rows.split([raw.numel() for raw in split], dim=1))
+    cut: dict[tuple[str, str], Tensor] = {}
+    for segment, name, size, raw in found:
+        whole = raw if segment.everywhere else next(parts).flatten()
+        cut |= {(slot.name, name): whole[slot.span.start * size : slot.span.stop * size] for slot in segment.layout.slots}
+    return digest([cut[key] for key in sorted(cut)])
 
 
 def digest_in_32_bits(engine: Engine) -> str:
