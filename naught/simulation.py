@@ -161,7 +161,7 @@ def _count(model: nn.Module, loss_of: Callable[[Callable[..., Any]], Tensor]) ->
     with letting_go(model.parameters()), FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
         loss = loss_of(model)
         forward = _totals(counter)
-        if loss.requires_grad:  # else the engine tells what is wrong with it
+        if isinstance(loss, Tensor) and loss.requires_grad:  # else the engine tells what is wrong with it
             torch.autograd.backward(loss)
     both, root = _totals(counter), type(model).__name__
     # Of a backward torch does not tell what is the root's: that is all there is.

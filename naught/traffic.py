@@ -35,6 +35,9 @@ class Times:
         return max(self.compute, self.network, self.link, self.update, self.disk)
 
 
+_WIDE = 4  # bytes
+
+
 class Traffic(NamedTuple):
     volume: dict[str, int]
     link: int
@@ -50,13 +53,16 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
         size = unit_bytes(run, placement, world, job)
         trained = trained_numel(run, world)
         reduces = (passes if placement.grad.split else 1) * run.repeat
+        # An update on the host works in 32 bits: gradients come down so, and its masters go up to be rounded on the device.
+        made = placement.param.tier is placement.optim.tier is Tier.HOST
+        raised = size.weight_shard + trained // world * (_WIDE - job.recipe.weight) * made
         reduced += trained * wire * reduces
         if placement.param.split:
             # The last unit of the forward is the first of the backward, as an outer one is: the plan keeps it.
             kept = passes * (run.repeat if run.outer else int(at == last))
             gathers = 2 * passes * run.repeat - kept
             gathered += size.weights * gathers
-            link += size.weight_shard * gathers * (placement.param.tier is not Tier.DEVICE)
+            link += raised * gathers * (placement.param.tier is not Tier.DEVICE)
             disk += size.weight_shard * gathers * (placement.param.tier is Tier.DISK)
             disk += trained // world * job.recipe.weight * run.repeat * (placement.param.tier is Tier.DISK)
         else:
@@ -64,11 +70,11 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
             gathered += trained * (job.recipe.weight if placement.optim.split else wire) * run.repeat
         on_device = placement.optim.tier is Tier.DEVICE
         if placement.grad.tier is not Tier.DEVICE or not on_device:
-            link += trained // world * wire * reduces
+            link += trained // world * (wire if on_device else job.kept_host_grad // job.host_sums) * reduces
         if on_device and placement.grad.tier is not Tier.DEVICE:
             link += trained // world * wire * run.repeat
         if on_device != (placement.param.tier is Tier.DEVICE):
-            link += trained // world * job.recipe.weight * run.repeat
+            link += trained // world * (job.recipe.weight if on_device else _WIDE) * run.repeat
         if placement.grad.tier is Tier.DISK:
             disk += 2 * size.grad_shard * reduces  # each micro-batch but the first is added to what is there
         if placement.optim.tier is Tier.DISK:

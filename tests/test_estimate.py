@@ -24,7 +24,7 @@ from naught.pooling import Limits, slots_beside
 from naught.presets import gpt_of_count
 from naught.shapes import Run
 from naught.sizes import PlacedRun
-from naught.steps import Event, Moment, Pass, UnitBytes, Verb
+from naught.steps import Event, Moment, Pass, Step, UnitBytes, Verb
 from naught.working_set import whole_working_set
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
@@ -95,10 +95,13 @@ def test_the_volume_of_a_step_is_the_papers_with_the_exact_factor(stage, volume)
     assert sum(found.volume.values()) == 2 * (volume * numel * layers - kept) * (ranks - 1) // ranks
 
 
-def test_offload_moves_two_bytes_each_way_for_each_parameter_of_the_shard():
+@pytest.mark.parametrize(("wide", "down"), [(None, 4), (False, 2)])
+def test_offload_moves_gradients_down_and_masters_up(wide, down):
+    """The paper has two bytes each way; an update in 32 bits that does not round on the host has four."""
     numel, ranks = 64 * 4 * 1000, 4
-    found = forecast("x", [PlacedRun(Run("block", numel), PLACEMENTS["stage2-offload"])], NOTHING, machine_of(ranks), Job())
-    assert found.link_bytes == 4 * numel // ranks
+    placed = [PlacedRun(Run("block", numel), PLACEMENTS["stage2-offload"])]
+    found = forecast("x", placed, NOTHING, machine_of(ranks), Job(wide_gradients=wide))
+    assert found.link_bytes == (down + 4) * numel // ranks
 
 
 @st.composite
@@ -130,6 +133,15 @@ def rooms_of(placed: list[PlacedRun], ranks: int) -> int:
     return tile * (16 * kinds + 1 + (updated and sunk)) if kinds else 0
 
 
+def _over_link(step: Step, place: Placement) -> int:
+    """Bytes of an element: an update on the host works in 32 bits, and what it makes goes up as it is."""
+    if step.kind is Kind.GRAD:
+        return 2 if place.optim.tier is Tier.DEVICE else 4
+    made = place.param.tier is place.optim.tier is Tier.HOST
+    renewed = step.verb is Verb.LOAD and place.param.tier is Tier.DEVICE
+    return 4 if made or renewed else 2
+
+
 @given(mixtures(), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_traffic_between_the_tiers_is_what_the_plan_would_move(placed, ranks, accumulation):
     job = Job(accumulation=accumulation)
@@ -146,16 +158,18 @@ def test_traffic_between_the_tiers_is_what_the_plan_would_move(placed, ranks, ac
     events += [Event(moment, unit) for unit in reversed(inner) for moment in (Moment.GRAD, Moment.DONE)]
     events += [Event(Moment.DONE, unit) for unit in outer]
     moved = {Verb.LOAD: 0, Verb.STORE: 0, Verb.READ: 0, Verb.WRITE: 0}
-    wire = {Kind.PARAM: 2, Kind.GRAD: 2, Kind.OPTIM: 12}
-    kept = {**wire, Kind.GRAD: job.kept_grad}
+    kept = {Kind.PARAM: 2, Kind.GRAD: job.kept_grad, Kind.OPTIM: 12}
     for at in range(accumulation):
         which = Pass(first=at == 0, last=at == accumulation - 1)
         for step in compile_plan(events, where, sizes, budgets=Budgets(), which=which).steps:
             if step.verb is Verb.GATHER and where[step.unit].param.split and where[step.unit].param.tier is not Tier.DEVICE:
-                moved[Verb.LOAD] += shards[step.unit] * wire[Kind.PARAM]  # a gather brings its own shard up first
+                moved[Verb.LOAD] += shards[step.unit] * _over_link(
+                    step, where[step.unit]
+                )  # a gather brings its own shard up first
             if step.verb in moved:
-                size = wire if step.verb in (Verb.LOAD, Verb.STORE) else kept
-                moved[step.verb] += shards[step.unit] * size[step.kind]
+                on_link = step.verb in (Verb.LOAD, Verb.STORE)
+                size = _over_link(step, where[step.unit]) if on_link else kept[step.kind]
+                moved[step.verb] += shards[step.unit] * size
     assert found.link_bytes == moved[Verb.LOAD] + moved[Verb.STORE]
     assert found.disk_bytes == moved[Verb.READ] + moved[Verb.WRITE]
 

@@ -20,17 +20,19 @@ from naught.config import load
 from naught.errors import ModelError, PlacementError, UsageError
 from naught.formulas import recipe
 from naught.holding import LEAVING
-from naught.job import Job, transformer_activations
+from naught.job import ActivationBytes, Job, transformer_activations
 from naught.lanes import Lanes
 from naught.live_bytes import LiveBytes, activations_of
 from naught.machine import Gpu, Machine, detect
 from naught.pacing import Course, Work, in_turn, pace
-from naught.placement import Kind, Tier, place_stage
+from naught.placement import PLACEMENTS, Kind, Tier, place_stage
 from naught.precision import precision_of
 from naught.shapes import Transformer
 from naught.simulation import simulate
+from naught.sizes import PlacedRun
 from naught.steps import Step, UnitBytes, Verb
 from naught.tiers import limits_here, limits_of_bytes
+from naught.traffic import traffic_of
 from naught.trainer.gpt import Gpt
 from naught.trainer.simulating import Batch, simulate_gpt
 
@@ -650,3 +652,26 @@ def test_the_planners_formula_holds_what_a_simulation_counts(dtype):
     found = simulate_gpt(shape, config_of(3, more=more), World(4), Batch(4, 128, recomputes=True)).activations.most
     planned = transformer_activations(shape, job)
     assert found <= planned.working + planned.checkpoints < 1.1 * found
+
+
+_DISK = {"device": "nvme", "nvme_path": "/not/looked/at"}
+_ASKED = {
+    "stage1-offload": (1, HOST, None),
+    "stage2-offload": (2, HOST, None),
+    "stage3-offload": (3, HOST, None),
+    "infinity-host": (3, HOST, HOST),
+    "infinity-disk": (3, _DISK, _DISK | {"max_in_cpu": 0}),
+}
+
+
+@pytest.mark.parametrize("name", _ASKED)
+def test_the_planner_knows_what_goes_over_the_link(name):
+    """To the byte where weights rest on the device; else the engine may keep other small units than the planner thinks."""
+    stage, optim, param = _ASKED[name]
+    zero = {"offload_optimizer": optim, **({"offload_param": param} if param else {}), **SPREAD}
+    shape = Transformer(layers=4, hidden=128, heads=2, vocab=512, positions=128)
+    found = simulate_gpt(shape, config_of(stage, more=BF16, **zero), World(4), Batch(2, 128, recomputes=True)).moved
+    moved = sum(nbytes for where, nbytes in found.items() if where.startswith("to the"))
+    placed = [PlacedRun(run, PLACEMENTS[name]) for run in shape.runs]
+    planned = traffic_of(placed, ActivationBytes(0, 0, 0, ""), 4, Job(recipe=recipe("bf16"))).link
+    assert moved == (planned if param is None else pytest.approx(planned, rel=0.06))
