@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 import torch
 
 from naught.host_crew import Crew
 from naught.spill import Desk, Room, Spill, Stored
-from naught.spill_file import NoFile, UnnamedFile
+from naught.spill_file import File
 from naught.streams import Point
 
 __all__ = ["DiskSide", "Reading"]
@@ -29,8 +30,8 @@ class DiskSide:
     """What a rank has on disk: a file for each kind of state, room for tiles on their way, and threads that read, update and
     write."""
 
-    def __init__(self, folder: str, desk: Desk, crew: Crew) -> None:
-        self.folder, self.desk, self.crew = folder, desk, crew
+    def __init__(self, make_file: Callable[[], File], desk: Desk, crew: Crew) -> None:
+        self.make_file, self.desk, self.crew = make_file, desk, crew
         self.spills: dict[str, Spill] = {}
         self.idle: list[Reading] = []  # rooms for whole shards that nobody reads into
         self.way: Room | None = None  # for a sum of gradients on its way down; None: none has needed one
@@ -46,8 +47,7 @@ class DiskSide:
 
     def _spill(self, category: str) -> Spill:
         if category not in self.spills:
-            make = NoFile if self.desk.device.type == "meta" else UnnamedFile
-            self.spills[category] = Spill(make(self.folder))
+            self.spills[category] = Spill(self.make_file())
         return self.spills[category]
 
     def read(self, stored: Stored, after: Future[None] | None) -> Reading:

@@ -9,15 +9,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from naught.config.observation import FlopsProfiler
 from naught.costs import costs_of, listing
 from naught.devices import mark
+from naught.flop_counts import counting, totals_of
 from naught.quantity import show_count, show_seconds
 
 __all__ = ["Profiler"]
@@ -43,9 +43,9 @@ class Profiler:
 
     @contextmanager
     def _counted(self, module: nn.Module) -> Iterator[None]:
-        with FlopCounterMode(display=False, custom_mapping=_MISSING) as counter:
+        with counting() as counter:
             yield
-        totals = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+        totals = totals_of(counter)
         self.flops = totals.get("Global", 0)
         self._say(listing(costs_of(module, totals), self.settings, flops=self.flops), "w")
 
@@ -65,11 +65,3 @@ class Profiler:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open(mode, encoding="utf-8") as file:
             file.write(text + "\n")
-
-
-def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-
-# Torch has no formula for the CPU's own attention.
-_MISSING = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}

@@ -11,20 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import sdpa_flop_count
 
-__all__ = ["ATTENTION_FLOPS", "fused_attention"]
+__all__ = ["fused_attention"]
 
 _ATEN = torch.ops.aten
 _STEP = 8  # heads of GPUs' kernels have a multiple of so many elements
-
-
-def _flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-
-# Torch's counter does not know the CPU's kernel.
-ATTENTION_FLOPS = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _flops}
 
 
 @contextmanager

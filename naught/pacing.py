@@ -11,9 +11,9 @@ from naught.holding import LEAVING
 from naught.lanes import Bar, Lane, Lanes
 from naught.machine import Machine
 from naught.placement import Kind, Tier
-from naught.steps import Placements, Sizes, Step, Verb
+from naught.steps import Placements, Sizes, Step, Verb, order_of_updates
 
-__all__ = ["Course", "Pace", "Work", "in_turn", "pace"]
+__all__ = ["Course", "Pace", "Work", "pace"]
 
 _STEPS = 3  # until a step is like the one before
 
@@ -79,11 +79,6 @@ def pace(course: Course, machine: Machine) -> Pace:
     return Pace(
         tuple(bar._replace(start_s=bar.start_s - begins, stop_s=bar.stop_s - begins) for bar in bars), seconds=ends - begins
     )
-
-
-def in_turn(units: Sequence[str]) -> Sequence[str]:
-    """The order in which the host updates units: naught.update has the same, and says why."""
-    return [*units[-1:], *units[:-1]]
 
 
 class _Ready(Enum):
@@ -194,7 +189,7 @@ class _Walk:
         self.begun.clear()
         trained = [unit for unit, work in self.course.works.items() if work.updated_numel]
         remote = [unit for unit in trained if self.course.placements[unit].optim.tier is not Tier.DEVICE]
-        for unit in in_turn(remote):
+        for unit in order_of_updates(remote):
             self._update_on_host(unit, norm)
         for unit in trained:
             if unit not in remote:

@@ -4,22 +4,19 @@ move, step by step, before there is a cluster."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from naught.claims import let_go
 from naught.comm import World, imagine
 from naught.config import Source
 from naught.engine import Engine, engines
 from naught.errors import ModelError, UsageError
-from naught.fused_attention import ATTENTION_FLOPS, fused_attention
-from naught.hooks import letting_go
+from naught.fused_attention import fused_attention
 from naught.live_bytes import Activations, activations_of
 from naught.pacing import Course, Work
 from naught.placement import Tier
@@ -27,6 +24,7 @@ from naught.spill import Stored
 from naught.start import initialize
 from naught.steps import Pass
 from naught.unit import Unit
+from naught.unit_flops import UnitFlops, flops_of_units, module_flops
 
 __all__ = ["Simulated", "simulate"]
 
@@ -69,7 +67,7 @@ def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[
     _refuse(model, world)
     apart = world.machine is None or not world.machine.unified
     with fused_attention(apart=apart):
-        counts = _count(model, loss_of)
+        counts = module_flops(model, loss_of)
     with imagine(world), _borrowing(model), fused_attention(apart=apart):
         engine = initialize(model=model, config=config)[0]
         before: dict[str, int] = {}
@@ -84,7 +82,7 @@ def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[
                 before = _flows(engine.report())
         report, planned = engine.report(), engine.planned()
         flows = {name: nbytes - before.get(name, 0) for name, nbytes in _flows(report).items()}
-        course = _course(engine, _flops(counts, list(engine.schedule.units)), flows)
+        course = _course(engine, flops_of_units(counts, list(engine.schedule.units)), flows)
         engine.passes.remove()  # from here on the model is alone: what it makes is all that is made
         return Simulated(
             ranks=world.ranks,
@@ -98,7 +96,7 @@ def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[
         )
 
 
-def _course(engine: Engine, flops: Mapping[str, _Flops], flows: Sizes) -> Course:
+def _course(engine: Engine, flops: Mapping[str, UnitFlops], flows: Sizes) -> Course:
     """The passes of a step one behind the other. Activations that go away are as large for each unit that computes: which tensor
     is whose nobody knows."""
     units, passes = engine.schedule.units, engine.gradient_accumulation_steps()
@@ -116,7 +114,7 @@ def _course(engine: Engine, flops: Mapping[str, _Flops], flows: Sizes) -> Course
     )
 
 
-def _work(unit: Unit, flops: _Flops, away_bytes: int) -> Work:
+def _work(unit: Unit, flops: UnitFlops, away_bytes: int) -> Work:
     masters = sum(4 * segment.kept.owned.numel for segment in unit.trained if segment.remote)
     own = sum(segment.weights.shard_bytes for segment in unit.segments)
     held = [held for segment in unit.trained for held in (segment.kept.master, *segment.kept.held.values())]
@@ -138,8 +136,8 @@ def _borrowing(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        engine = engines.owner_of(next(model.parameters()))
-        if engine is not None:
+        for engine in {engines.owner_of(param) for param in model.parameters()} - {None}:
+            assert engine is not None
             engine.passes.remove()
         raise
     finally:
@@ -147,55 +145,6 @@ def _borrowing(model: nn.Module) -> Iterator[None]:
 
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "broadcast")
-
-
-class _Flops(NamedTuple):
-    """Operations of a forward, and of the backward behind it with whatever it computes again."""
-
-    forward: float
-    backward: float
-
-
-def _count(model: nn.Module, loss_of: Callable[[Callable[..., Any]], Tensor]) -> dict[str, _Flops]:
-    """Of all modules by their names, each with those inside of it."""
-    with letting_go(model.parameters()), FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
-        loss = loss_of(model)
-        forward = _totals(counter)
-        if isinstance(loss, Tensor) and loss.requires_grad:  # else the engine tells what is wrong with it
-            torch.autograd.backward(loss)
-    both, root = _totals(counter), type(model).__name__
-    # Of a backward torch does not tell what is the root's: that is all there is.
-    names = {"": "Global"} | {name.removeprefix(f"{root}."): name for name in both if name.startswith(f"{root}.")}
-    found = {name: (forward.get(key, 0), both.get(key, 0)) for name, key in names.items()}
-    return {name: _Flops(float(first), float(total - first)) for name, (first, total) in found.items()}
-
-
-def _totals(counter: FlopCounterMode) -> dict[str, int]:
-    return {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
-
-
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
-
-
-_ATTENTION = ATTENTION_FLOPS | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward}
-
-
-def _flops(counts: Mapping[str, _Flops], units: Sequence[str]) -> dict[str, _Flops]:
-    """What each unit computes itself, without the units inside of it."""
-    whole = {name: counts.get(name, _Flops(0.0, 0.0)) for name in units}
-    inner = {name: [other for other in units if other != name and (not name or other.startswith(f"{name}."))] for name in units}
-    outermost = {
-        name: [other for other in within if not any(other.startswith(f"{between}.") for between in within if between != other)]
-        for name, within in inner.items()
-    }
-    return {
-        name: _Flops(
-            max(0.0, whole[name].forward - sum(whole[other].forward for other in outermost[name])),
-            max(0.0, whole[name].backward - sum(whole[other].backward for other in outermost[name])),
-        )
-        for name in units
-    }
 
 
 def _flows(report: Mapping[str, Any]) -> dict[str, int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from naught.placement import Kind, Placement
 
-__all__ = ["EVERY_UNIT", "Event", "Moment", "Pass", "Placements", "Sizes", "Step", "UnitBytes", "Verb"]
+__all__ = ["EVERY_UNIT", "Event", "Moment", "Pass", "Placements", "Sizes", "Step", "UnitBytes", "Verb", "order_of_updates"]
 
 # What a step that concerns all units at once has for a unit. No module can have this name.
 EVERY_UNIT = "*"
@@ -81,3 +81,13 @@ class Pass(NamedTuple):
 
 Placements = Mapping[str, Placement]
 Sizes = Mapping[str, UnitBytes]
+
+
+Named = TypeVar("Named")
+
+
+def order_of_updates(units: Sequence[Named]) -> list[Named]:
+    """On the host: as the next forward needs them, but for the last one. Its gradients are the first that are there, and while it
+    is updated those of the first unit come down. It is often large, too, and what ends an update has to come up before anything
+    goes on."""
+    return [*units[-1:], *units[:-1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from naught.present import present
 from naught.rota import Rota
 from naught.shelves import HostShelf
 from naught.spill import Desk
+from naught.spill_file import NoFile, UnnamedFile
 
 __all__ = [
     "activation_rest",
@@ -126,14 +128,13 @@ def activation_rest(config: Config, device: torch.device, meter: Meter) -> Rest 
 def _disk_side_in(folder: str, config: Config, device: torch.device, meter: Meter, largest_numel: int) -> DiskSide:
     numel = min(config.aio.block_size // 4, largest_numel)
     tile_numel, threads = max(1, -(-numel // TILE_STEP)) * TILE_STEP, _disk_threads(config)
-    crew: Crew = Rota(threads)
-    if device.type != "meta":
-        with telling(
-            "make the folder", folder, dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "name a folder in nvme_path, not a file")
-        ):
-            Path(folder).mkdir(0o700, parents=True, exist_ok=True)
-        crew = HostCrew([None] * threads)
-    return DiskSide(folder, Desk(tile_numel, meter, device, crew.worker), crew)
+    if device.type == "meta":
+        rota = Rota(threads)
+        return DiskSide(partial(NoFile, folder), Desk(tile_numel, meter, device, rota.worker), rota)
+    no_folder = dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "name a folder in nvme_path, not a file")
+    with telling("make the folder", folder, no_folder):
+        Path(folder).mkdir(0o700, parents=True, exist_ok=True)
+    return DiskSide(partial(UnnamedFile, folder), Desk(tile_numel, meter, device), HostCrew([None] * threads))
 
 
 def _disk_threads(config: Config) -> int:

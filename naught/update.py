@@ -22,6 +22,7 @@ from naught.segment import Segment
 from naught.spill import Stored
 from naught.stash import HostSum
 from naught.states import Updating
+from naught.steps import order_of_updates
 from naught.tile_update import TileUpdate
 from naught.unit import Unit
 
@@ -176,7 +177,7 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
     courier = _Courier(limits)
     remote = [unit for unit in units if unit.remote]
     delayed = delayed and how.rule.defers
-    for segment in (segment for unit in _in_turn(remote) for segment in unit.trained if segment in due):
+    for segment in (segment for unit in order_of_updates(remote) for segment in unit.trained if segment in due):
         _update_beside(segment, how, due[segment], coefficient, delayed=delayed)
     renewed = caught_up if delayed else list(dict.fromkeys([*remote, *caught_up]))
     _tell_autograd(renewed)
@@ -192,12 +193,6 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
         _tell_autograd(changed)
         courier.send(changed)
     courier.arrive()
-
-
-def _in_turn(units: Sequence[Unit]) -> Sequence[Unit]:
-    """As the next forward needs them, but for the last one: its gradients are the first that are there, and while it is updated
-    those of the first unit come down. It is often large, too, and what ends an update has to come up before anything goes on."""
-    return [*units[-1:], *units[:-1]]
 
 
 def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float, *, delayed: bool) -> None:

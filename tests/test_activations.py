@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from naught.errors import ConfigError, StorageError, UsageError
 from naught.flat import Meter
 from naught.host_crew import HostCrew
 from naught.spill import Desk, Spill
+from naught.spill_file import UnnamedFile
 
 LAYERS, WIDTH, TOKENS = 4, 96, 256  # a checkpoint has 96 kB: what is under 64 kB stays
 ONE = TOKENS * WIDTH * 4
@@ -316,7 +318,9 @@ def test_mistakes_of_a_script_are_told():
 
 def test_a_disk_that_fails_is_told_where_the_activation_is_needed(tmp_path, monkeypatch):
     rest = OnDisk(
-        torch.device("cpu"), Meter(), DiskSide(str(tmp_path), Desk(4096, Meter(), torch.device("cpu")), HostCrew([None, None]))
+        torch.device("cpu"),
+        Meter(),
+        DiskSide(partial(UnnamedFile, str(tmp_path)), Desk(4096, Meter(), torch.device("cpu")), HostCrew([None, None])),
     )
     kept = rest.put(torch.arange(20_000.0))
     assert torch.equal(kept.back(), torch.arange(20_000.0))

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import DEVICE, config_of, engine_of, my_rank
 
-from naught import update
 from naught.cli import main
 from naught.comm import Ledger, World, imagine
 from naught.config import load
@@ -24,13 +23,13 @@ from naught.job import ActivationBytes, Job, transformer_activations
 from naught.lanes import Lanes
 from naught.live_bytes import LiveBytes, activations_of
 from naught.machine import Gpu, Machine, detect
-from naught.pacing import Course, Work, in_turn, pace
+from naught.pacing import Course, Work, pace
 from naught.placement import PLACEMENTS, Kind, Tier, place_stage
 from naught.precision import precision_of
 from naught.shapes import Transformer
 from naught.simulation import simulate
 from naught.sizes import PlacedRun
-from naught.steps import Step, UnitBytes, Verb
+from naught.steps import Step, UnitBytes, Verb, order_of_updates
 from naught.tiers import limits_here, limits_of_bytes
 from naught.traffic import traffic_of
 from naught.trainer.gpt import Gpt
@@ -467,11 +466,9 @@ def test_without_a_gpu_the_same_cores_compute_and_update_and_there_is_no_link():
     assert found.seconds == 21
 
 
-def test_the_host_updates_in_the_order_of_the_engine():
-    for count in range(5):
-        names = [f"{at}" for at in range(count)]
-        assert in_turn(names) == update._in_turn(names)
-    assert in_turn(["a", "b", "c"]) == ["c", "a", "b"]
+def test_the_host_updates_the_last_unit_first():
+    assert order_of_updates(["a", "b", "c"]) == ["c", "a", "b"]
+    assert order_of_updates([]) == []
 
 
 @pytest.mark.parametrize("apart", [False, True])

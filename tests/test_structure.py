@@ -157,7 +157,7 @@ LAYERS = [
         "passes",
         "stepping",
     ],
-    ["watchdog", "planned", "norms", "parking", "data", "costs", "flops", "monitors", "step_log", "observing"],
+    ["watchdog", "planned", "norms", "parking", "data", "costs", "flop_counts", "flops", "monitors", "step_log", "observing"],
     ["answers"],
     [
         "saves.inventory",
@@ -177,7 +177,7 @@ LAYERS = [
         "saves.whole",
         "saves",
     ],
-    ["inputs", "between", "engine", "start", "fused_attention", "live_bytes", "simulation"],
+    ["inputs", "between", "engine", "start", "fused_attention", "live_bytes", "unit_flops", "simulation"],
     ["fragments", "checkpointing", "zero", "utils", "ops.adam", "ops.adagrad", "ops.lion", "ops"],
     [
         *(f"doctor.{name}" for name in ("finding", "software", "hardware", "place", "network", "speeds", "numerics", "training")),
@@ -230,6 +230,7 @@ TORCH_ALLOWED = {
         "comm.wires",
         "simulation",
         "fused_attention",
+        "unit_flops",
         "live_bytes",
         "comm.among",
         "comm.group",
@@ -285,6 +286,7 @@ TORCH_ALLOWED = {
         "data",
         "costs",
         "flops",
+        "flop_counts",
         "monitors",
         "observing",
         "answers",

@@ -159,7 +159,6 @@ _OFFLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-_ON_DISK = ("disk", "disk-all", "auto")
 _OF_A_CONFIGURATION = ("stage", "offload", "activations", "accumulation", "dtype")
 
 
@@ -173,8 +172,9 @@ def _refuse_beside_a_configuration(options: argparse.Namespace) -> None:
 
 def _refuse_disk(options: argparse.Namespace) -> None:
     """What is real needs a real folder."""
-    given = {"--offload": options.offload, "--activations": options.activations}
-    to_disk = [f"{name} {value}" for name, value in given.items() if value in _ON_DISK]
+    zero, ours = _OFFLOADS[options.offload or "none"]
+    to_disk = [f"--offload {options.offload}"] if any("nvme_path" in block for block in (ours, *zero.values())) else []
+    to_disk += ["--activations disk"] if options.activations == "disk" else []
     if to_disk:
         raise UsageError(
             f"--real would write to a disk of which nobody says where ({', '.join(to_disk)})",

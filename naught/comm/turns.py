@@ -18,7 +18,6 @@ Result = TypeVar("Result")
 Keep = Callable[[], Callable[[], None]]  # look how things are, and return what makes them so again
 
 _FAREWELL_S = 5.0  # for ranks that run while somebody interrupts them all
-_LOOK_UP_S = 0.5  # a signal that comes just before a wait begins does not end it
 
 
 class _Wait(NamedTuple):
@@ -64,8 +63,7 @@ class Turns:
             for thread in threads:
                 thread.start()
             self._hand_to(self.players[0])
-            while not self.all_over.acquire(timeout=_LOOK_UP_S):
-                pass
+            self.all_over.acquire()
         except BaseException:
             self.fault = _interrupted
             for thread in threads:
