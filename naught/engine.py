@@ -144,6 +144,8 @@ class Engine(Between):
         if completes:
             self.watchdog.step = self.global_steps + 1
             self.observer.stepped(self._facts())
+            if self.saves is not None:
+                self.saves.look_back()
             self.background.look()
 
     def _facts(self) -> StepFacts:

@@ -3,6 +3,7 @@ when it needs it: what checkpoints keep of a forward, or all that it keeps."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from naught.comm import is_dtensor
 
 __all__ = ["Saves"]
 
+_LOG = logging.getLogger("naught")
 _BETWEEN = {__file__, torch.autograd.function.__file__}  # between what saves a tensor and us
 _LEAST_BYTES = 1 << 16  # what is smaller stays: moving it would cost more than it gains
 
@@ -38,6 +40,17 @@ class Saves:
     def __init__(self, rest: Rest, *, everything: bool = False) -> None:
         self.rest, self.everything = rest, everything
         self.order: list[weakref.ref[_Saved]] = []
+        self.put_any = self.told = False
+
+    def look_back(self) -> None:
+        """After the first step: whoever has asked for this and has nothing of it should know."""
+        if not self.put_any and not self.told:
+            _LOG.warning(
+                "activations are to rest elsewhere, and none did in the first step: the model has no checkpoints, or what they "
+                'keep is smaller than %d KiB. Set naught.saved_tensors to "all" for a model without them',
+                _LEAST_BYTES >> 10,
+            )
+        self.told = True
 
     def open(self) -> AbstractContextManager[None]:
         """While a forward runs."""
@@ -50,6 +63,7 @@ class Saves:
             return tensor if tensor.is_leaf else tensor.detach()
         saved = _Saved(self.rest.put(tensor.detach().contiguous().view(-1)), tensor.shape)
         self.order.append(weakref.ref(saved))
+        self.put_any = True
         return saved
 
     def _goes(self, tensor: Tensor) -> bool:

@@ -131,9 +131,10 @@ def _disk_side_in(folder: str, config: Config, device: torch.device, meter: Mete
     if device.type == "meta":
         rota = Rota(threads)
         return DiskSide(partial(NoFile, folder), Desk(tile_numel, meter, device, rota.worker), rota)
-    no_folder = dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "name a folder in nvme_path, not a file")
-    with telling("make the folder", folder, no_folder):
-        Path(folder).mkdir(0o700, parents=True, exist_ok=True)
+    fixes = dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "name a folder in nvme_path, not a file")
+    fixes[errno.ENOENT] = "mount the disk, or make the folder that it is to lie in"  # else states would fill some other disk
+    with telling("make the folder", folder, fixes):
+        Path(folder).mkdir(0o700, exist_ok=True)
     return DiskSide(partial(UnnamedFile, folder), Desk(tile_numel, meter, device), HostCrew([None] * threads))
 
 

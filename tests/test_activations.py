@@ -332,3 +332,19 @@ def test_a_disk_that_fails_is_told_where_the_activation_is_needed(tmp_path, monk
     lost = rest.put(torch.arange(20_000.0))
     with pytest.raises(StorageError, match="the disk is gone"):
         lost.back()
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "told"), [("kept", "host", True), ("non-reentrant", "host", False), ("kept", "all on the host", False)]
+)
+def test_activations_that_do_not_go_away_are_told_once(caplog, tmp_path, how, where, told):
+    caplog.set_level("WARNING", logger="naught")
+    train(how, 1, *asked(where, str(tmp_path)), {})
+    assert len([record for record in caplog.records if "none did in the first step" in record.message]) == int(told)
+
+
+def test_a_folder_in_a_place_that_is_not_there_is_not_made(tmp_path):
+    where = {"activations": "disk", "nvme_path": str(tmp_path / "not mounted" / "here")}
+    with pytest.raises(StorageError, match="Mount the disk"):
+        engine_of(Tower("ours"), config_of(1, more={"naught": where}))
+    assert not (tmp_path / "not mounted").exists()
