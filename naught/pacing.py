@@ -22,14 +22,15 @@ _STEPS = 3  # until a step is like the one before
 class Work:
     """What a unit asks of a machine beside its plan, on one rank: operations of its forward and of its backward, which has those
     that are computed again; bytes that come up from the host, for each gather where it rests there, else after each update there;
-    elements that it updates, and bytes of states on disk that this reads and writes; and bytes of activations that go away with
-    its forward and come back for its backward."""
+    elements that it updates, and bytes of states that visit the device for this, or that this reads and writes on disk; and bytes
+    of activations that go away with its forward and come back for its backward."""
 
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     raised: int = 0
     fetched: int = 0  # weights that an update on the device brings up to write them back
     updated_numel: int = 0
+    visiting: int = 0  # bytes of states and gradients that go up and come back for an update on the device
     state_bytes: int = 0
     away_bytes: int = 0
     lazy: bool = False  # new weights are gathered where they are used
@@ -190,7 +191,8 @@ class _Walk:
         trained = [unit for unit, work in self.course.works.items() if work.updated_numel]
         remote = [unit for unit in trained if self.course.placements[unit].optim.tier is not Tier.DEVICE]
         for unit in order_of_updates(remote):
-            self._update_on_host(unit, norm)
+            update = self._update_visitor if self.course.works[unit].visiting else self._update_on_host
+            update(unit, norm)
         for unit in trained:
             if unit not in remote:
                 self._update_on_device(unit, norm)
@@ -209,6 +211,15 @@ class _Walk:
         self.ready[_Ready.UPDATED, unit] = max(moved, done)
         if place.param.tier is Tier.DEVICE:
             self.lanes.load_at(max(moved, done), unit, work.raised)
+        self.stale.add(unit)
+
+    def _update_visitor(self, unit: str, norm: float) -> None:
+        """It takes the link's time, and next to none of the device's; new weights stay there."""
+        place, work = self.course.placements[unit], self.course.works[unit]
+        done = self.lanes.over_link("visit", unit, work.visiting, after=max(norm, self.ready[_Ready.ARRIVED, unit]))
+        self.ready[_Ready.UPDATED, unit] = done
+        if place.param.tier is Tier.DEVICE:
+            self.lanes.load_at(done, unit, 0)
         self.stale.add(unit)
 
     def _update_on_device(self, unit: str, norm: float) -> None:

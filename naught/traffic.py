@@ -10,6 +10,7 @@ from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import Tier
 from naught.sizes import PlacedRun, trained_numel, unit_bytes
+from naught.steps import order_of_updates, visitors
 
 __all__ = ["Times", "Traffic", "times_of", "traffic_of"]
 
@@ -48,6 +49,7 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
     """Bytes of one step and rank: through collectives, between host and device, to and from the disk."""
     gathered = reduced = link = disk = 0
     passes, wire = job.accumulation, job.recipe.grad
+    visits = _visits(placed, job)
     last = max((at for at, (run, _) in enumerate(placed) if not run.outer), default=-1)
     for at, (run, placement) in enumerate(placed):
         size = unit_bytes(run, placement, world, job)
@@ -79,6 +81,9 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
             disk += 2 * size.grad_shard * reduces  # each micro-batch but the first is added to what is there
         if placement.optim.tier is Tier.DISK:
             disk += 2 * size.state_shard * run.repeat
+        if visits[at]:  # masters and moments go up and come back, gradients go up; weights on the device come of that
+            states = 2 * (_WIDE + round(job.recipe.moments)) + job.kept_host_grad // job.host_sums
+            link += trained // world * (states - _WIDE * (placement.param.tier is Tier.DEVICE)) * visits[at]
     if job.checkpointing.tier is not Tier.DEVICE:
         link += 2 * activations.checkpoints * passes
     if job.checkpointing.tier is Tier.DISK:
@@ -87,17 +92,29 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
     return Traffic(volume, link, disk)
 
 
+def _visits(placed: Sequence[PlacedRun], job: Job) -> list[int]:
+    """How many units of each run visit the device to be updated."""
+    numels = {
+        (at, number): run.numel - run.frozen
+        for at, (run, placement) in enumerate(placed)
+        for number in range(run.repeat)
+        if placement.optim.tier is Tier.HOST and run.numel > run.frozen
+    }
+    visiting = visitors({unit: numels[unit] for unit in order_of_updates(list(numels))}, job.device_share)
+    return [sum(of == at for of, _ in visiting) for at in range(len(placed))]
+
+
 def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int | None, machine: Machine, job: Job) -> Times:
     if forward_flops is None:
         forward_flops = 2 * job.micro_batch * job.seq * sum(run.numel * run.repeat for run, _ in placed)
     forwards = 3 if job.checkpointing is Checkpointing.NONE else 4  # a backward is two forwards; and the recompute
     on_host = on_device = 0.0
-    for run, placement in placed:
-        share = (run.numel - run.frozen) * run.repeat / (machine.ranks if placement.optim.split else 1)
-        if placement.optim.tier is Tier.DEVICE:
-            on_device += share
-        else:
-            on_host += share
+    visits = _visits(placed, job)
+    for at, (run, placement) in enumerate(placed):
+        each = (run.numel - run.frozen) / (machine.ranks if placement.optim.split else 1)
+        here = run.repeat if placement.optim.tier is Tier.DEVICE else visits[at]
+        on_device += each * here
+        on_host += each * (run.repeat - here)
     return Times(
         compute=forwards * forward_flops * job.accumulation / machine.gpu.flops,
         network=sum(traffic.volume.values()) / machine.collective_bytes_s,
