@@ -72,6 +72,7 @@ class Ferry:
         for piece, place in zip(_stretches(part, numel), _stretches(home, numel), strict=True):
             total = piece.to(dtype)
             if onto:
+                self.meter.move("to the device", place.nbytes)
                 total = place.to(self.device, non_blocking=True).to(dtype, copy=not self.apart).add_(total)
             if not as_it_is:
                 norms += norms_of(total)

@@ -15,7 +15,8 @@ __all__ = ["Bar", "Lane", "Lanes"]
 class Lane(StrEnum):
     COMPUTE = "compute"
     NETWORK = "network"
-    LINK = "link"
+    UP = "up"  # from the host to the device
+    DOWN = "down"
     DISK = "disk"
     HOST = "host"
 
@@ -38,8 +39,7 @@ class _Load(NamedTuple):
 @dataclass
 class Lanes:
     """What was asked of a machine, and until when each lane is busy with it: whatever is asked of a lane waits for what was asked
-    of it before. Only new weights set out by themselves, when their update is over: what is asked of the link until then goes
-    first."""
+    of it before. Only new weights set out by themselves, when their update is over: what is to come up until then goes first."""
 
     machine: Machine
     bars: list[Bar] = field(default_factory=list)
@@ -63,12 +63,16 @@ class Lanes:
         self.asked = max(self.free[Lane.COMPUTE], after)
         return self.do(Lane.COMPUTE, what, unit, flops / self.machine.gpu.flops, after=after)
 
-    def over_link(self, what: str, unit: str, nbytes: int, *, after: float) -> float:
+    def up(self, what: str, unit: str, nbytes: int, *, after: float) -> float:
         if not self._crosses(nbytes):
             return after
-        while self.coming and next(iter(self.coming.values())).due_s <= max(self.free[Lane.LINK], after):
+        while self.coming and next(iter(self.coming.values())).due_s <= max(self.free[Lane.UP], after):
             self._load_next()
-        return self.do(Lane.LINK, what, unit, nbytes / self.machine.link_bytes_s, after=after)
+        return self.do(Lane.UP, what, unit, nbytes / self.machine.link_bytes_s, after=after)
+
+    def down(self, what: str, unit: str, nbytes: int, *, after: float) -> float:
+        """A link carries as much each way, at the same time."""
+        return self.do(Lane.DOWN, what, unit, nbytes / self.machine.link_bytes_s, after=after) if self._crosses(nbytes) else after
 
     def on_disk(self, what: str, unit: str, nbytes: int, *, after: float) -> float:
         return self.do(Lane.DISK, what, unit, nbytes / self.machine.rank_disk_bytes_s, after=after) if nbytes else after
@@ -99,7 +103,7 @@ class Lanes:
     def _load_next(self) -> None:
         unit = next(iter(self.coming))
         load = self.coming.pop(unit)
-        self.arrived[unit] = self.do(Lane.LINK, "load", unit, load.nbytes / self.machine.link_bytes_s, after=load.due_s)
+        self.arrived[unit] = self.do(Lane.UP, "load", unit, load.nbytes / self.machine.link_bytes_s, after=load.due_s)
 
     def _crosses(self, nbytes: int) -> bool:
         """A device that is the host has no link to it."""

@@ -30,7 +30,7 @@ class Work:
     raised: int = 0
     fetched: int = 0  # weights that an update on the device brings up to write them back
     updated_numel: int = 0
-    visiting: int = 0  # bytes of states and gradients that go up and come back for an update on the device
+    visiting: int = 0  # bytes of states that go up with their gradients, for an update on the device, and come back
     state_bytes: int = 0
     away_bytes: int = 0
     lazy: bool = False  # new weights are gathered where they are used
@@ -119,7 +119,7 @@ class _Walk:
         if place.param.tier is Tier.DEVICE:
             after = max(after, self.lanes.arrival(unit))
         else:
-            after = self.lanes.over_link("load", unit, work.raised, after=after)
+            after = self.lanes.up("load", unit, work.raised, after=after)
         self.stale.discard(unit)
         self.ready[_Ready.WEIGHTS, unit] = self.lanes.over_network("gather", unit, self.course.sizes[unit].weights, after=after)
 
@@ -129,7 +129,7 @@ class _Walk:
         work = self.course.works.get(unit, Work())
         done = self.lanes.compute("forward", unit, work.forward_flops, after=self.ready[_Ready.WEIGHTS, unit])
         if work.away_bytes and self.course.rest is not Tier.DEVICE:
-            gone = self.lanes.over_link("put away", unit, work.away_bytes, after=done)
+            gone = self.lanes.down("put away", unit, work.away_bytes, after=done)
             self.leaving.append(gone)
             if len(self.leaving) > LEAVING:  # the device waits for the oldest: its memory is for others
                 self.lanes.hold(Lane.COMPUTE, self.leaving.popleft())
@@ -145,7 +145,7 @@ class _Walk:
             back = max(self.lanes.asked, self.ready[_Ready.AWAY, unit])
             if self.course.rest is Tier.DISK:
                 back = self.lanes.on_disk("bring back", unit, work.away_bytes, after=back)
-            after = max(after, self.lanes.over_link("bring back", unit, work.away_bytes, after=back))
+            after = max(after, self.lanes.up("bring back", unit, work.away_bytes, after=back))
         self.lanes.compute("backward", unit, work.backward_flops, after=after)
 
     # --- gradients ---
@@ -167,10 +167,10 @@ class _Walk:
             below = self.ready[_Ready.ARRIVED, unit]
             if self.course.placements[unit].grad.tier is Tier.DISK:
                 below = self.lanes.on_disk("read sum", unit, size.grad_shard, after=self.ready[_Ready.WRITTEN, unit])
-            summed = max(summed, below)
+            summed = max(summed, self.lanes.up("load", unit, size.grad_shard, after=below))
         self.begun.add(unit)
         self.ready[_Ready.SUMMED, unit] = summed
-        self.ready[_Ready.ARRIVED, unit] = self.lanes.over_link("store", unit, size.grad_shard, after=summed)
+        self.ready[_Ready.ARRIVED, unit] = self.lanes.down("store", unit, size.grad_shard, after=summed)
 
     def write_sum(self, unit: str) -> None:
         self.ready[_Ready.WRITTEN, unit] = self.lanes.on_disk(
@@ -214,9 +214,12 @@ class _Walk:
         self.stale.add(unit)
 
     def _update_visitor(self, unit: str, norm: float) -> None:
-        """It takes the link's time, and next to none of the device's; new weights stay there."""
+        """It takes the link's time, and next to none of the device's: what comes back follows what goes up, a piece behind. New
+        weights stay there."""
         place, work = self.course.placements[unit], self.course.works[unit]
-        done = self.lanes.over_link("visit", unit, work.visiting, after=max(norm, self.ready[_Ready.ARRIVED, unit]))
+        begins = max(norm, self.ready[_Ready.ARRIVED, unit], self.lanes.free[Lane.UP])
+        up = self.lanes.up("visit", unit, work.visiting + self.course.sizes[unit].grad_shard, after=begins)
+        done = max(up, self.lanes.down("visit", unit, work.visiting, after=begins))
         self.ready[_Ready.UPDATED, unit] = done
         if place.param.tier is Tier.DEVICE:
             self.lanes.load_at(done, unit, 0)
@@ -226,12 +229,12 @@ class _Walk:
         place, size, work = self.course.placements[unit], self.course.sizes[unit], self.course.works[unit]
         after = norm
         if place.sums_rest is not Tier.DEVICE:
-            after = self.lanes.over_link("load", unit, size.grad_shard, after=max(norm, self.ready[_Ready.ARRIVED, unit]))
-        after = self.lanes.over_link("load", unit, work.fetched, after=after)
+            after = self.lanes.up("load", unit, size.grad_shard, after=max(norm, self.ready[_Ready.ARRIVED, unit]))
+        after = self.lanes.up("load", unit, work.fetched, after=after)
         seconds = work.updated_numel / self.lanes.machine.device_update_numel_s
         done = self.lanes.do(Lane.COMPUTE, "update", unit, seconds, after=after)
         if place.param.tier is not Tier.DEVICE:
-            done = self.lanes.over_link("store", unit, size.weight_shard, after=done)
+            done = self.lanes.down("store", unit, size.weight_shard, after=done)
         if place.param.tier is Tier.DISK:
             done = self.lanes.on_disk("write weights", unit, size.weight_shard, after=done)
         self.ready[_Ready.UPDATED, unit] = done

@@ -21,7 +21,7 @@ __all__ = ["Limits", "Pooled", "place_in_pool", "refuse_full_disk", "slots_besid
 
 _TILES = (2, 4, 8, 16, 32, 64)
 _FEWER = "; fewer or smaller requests of the disk (aio.queue_depth, aio.block_size) need smaller buffers on the host"
-_ON_DISK = "name a folder for what has no room in naught.nvme_path"
+_ON_DISK = "name a folder for what has no room in naught.nvme_path (in a simulation, say how large a --disk there is)"
 
 
 @dataclass(frozen=True)

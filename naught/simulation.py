@@ -133,9 +133,8 @@ def _work(unit: Unit, flops: UnitFlops, away_bytes: int) -> Work:
 
 
 def _visiting_bytes(segment: Segment) -> int:
-    """Masters and moments go up and come back, and gradients go up."""
-    states = segment.kept.owned.numel * 4 * (1 + len(segment.kept.held))
-    return 2 * states + segment.grads.owned_bytes
+    """Of masters and moments."""
+    return segment.kept.owned.numel * 4 * (1 + len(segment.kept.held))
 
 
 @contextmanager
@@ -166,5 +165,10 @@ def _flows(report: Mapping[str, Any]) -> dict[str, int]:
 def _refuse(model: nn.Module, world: World) -> None:
     if not 0 <= world.rank < world.ranks:
         raise UsageError(f"rank {world.rank} is none of {world.ranks}", fix=f"give a rank from 0 to {world.ranks - 1}")
+    machine = world.machine
+    if machine is not None and machine.ranks != world.ranks:
+        raise UsageError(
+            f"the world has {world.ranks} ranks and its machine {machine.ranks}", fix=f"give Machine(ranks={world.ranks}, ...)"
+        )
     if any(not param.is_meta for param in model.parameters()):
         raise ModelError("the model has contents, and a simulation has none", fix='build it inside of torch.device("meta")')

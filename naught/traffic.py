@@ -72,7 +72,8 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
             gathered += trained * (job.recipe.weight if placement.optim.split else wire) * run.repeat
         on_device = placement.optim.tier is Tier.DEVICE
         if placement.grad.tier is not Tier.DEVICE or not on_device:
-            link += trained // world * (wire if on_device else job.kept_host_grad // job.host_sums) * reduces
+            kept = wire if on_device else job.kept_host_grad // job.host_sums
+            link += trained // world * kept * (2 * reduces - run.repeat)  # a sum comes up again to be added to
         if on_device and placement.grad.tier is not Tier.DEVICE:
             link += trained // world * wire * run.repeat
         if on_device != (placement.param.tier is Tier.DEVICE):

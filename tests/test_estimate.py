@@ -169,6 +169,8 @@ def test_traffic_between_the_tiers_is_what_the_plan_would_move(placed, ranks, ac
             if step.verb in moved:
                 on_link = step.verb in (Verb.LOAD, Verb.STORE)
                 size = _over_link(step, where[step.unit]) if on_link else kept[step.kind]
+                if step.verb is Verb.STORE and step.kind is Kind.GRAD and where[step.unit].grad.split and at:
+                    size *= 2  # what was stored before comes up, to be added to
                 moved[step.verb] += shards[step.unit] * size
     assert found.link_bytes == moved[Verb.LOAD] + moved[Verb.STORE]
     assert found.disk_bytes == moved[Verb.READ] + moved[Verb.WRITE]

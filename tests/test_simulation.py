@@ -257,6 +257,8 @@ def test_mistakes_are_told():
         simulate(Gpt(SHAPE), config_of(1), World(2), lambda run: run())
     with pytest.raises(UsageError, match="rank 2 is none of 2"):
         simulate(thought, config_of(1), World(2, 2), lambda run: run())
+    with pytest.raises(UsageError, match="the world has 64 ranks and its machine 8"):
+        simulate(thought, config_of(1), World(64, machine=Machine(ranks=8)), lambda run: run())
     with pytest.raises(UsageError, match="nobody says what memory the ranks have"):
         simulate(thought, config_of(3, more={"naught": {"placement": "auto"}}), World(2), lambda run: run(IDS, IDS))
     full = Machine(ranks=2, disk_bytes=1000)
@@ -297,7 +299,8 @@ def test_the_timeline_moves_what_is_counted(case, accumulation):
     moved = found.moved.items()
     assert busy["network"] == pytest.approx(sum(found.sent.values()), rel=1e-6)
     assert busy.get("disk", 0) == pytest.approx(sum(nbytes for name, nbytes in moved if name.startswith("disk")), rel=1e-3)
-    assert busy.get("link", 0) == pytest.approx(sum(nbytes for name, nbytes in moved if not name.startswith("disk")), rel=1e-3)
+    for lane, where in (("up", "to the device"), ("down", "to the host")):
+        assert busy.get(lane, 0) == pytest.approx(sum(nbytes for name, nbytes in moved if name.endswith(where)), rel=1e-3), lane
     assert busy["compute"] > 0
     assert ("host" in busy) == (zero.get("offload_optimizer") is not None)
 
@@ -370,7 +373,7 @@ def test_lanes_wait_for_each_other_as_the_plan_has_it():
     works = {name: replace(work, raised=4) for name, work in works.items()}
     far = pace(replace(course, placements=host, works=works), machine)
     assert [(bar.lane, bar.start_s, bar.stop_s) for bar in far.bars[:3]] == [
-        ("link", 0, 4),
+        ("up", 0, 4),
         ("network", 4, 8),
         ("compute", 8, 11),
     ]
@@ -406,50 +409,46 @@ def test_an_optimizer_on_the_host_by_hand():
     """From one norm to the next, which is when the backward of a ends: nothing waits for the last gradients but their update.
 
     Before it the backwards of c, b and a have ended at -4, -2 and 0. The link has stored c from -4 to -1 and b from -1 to 2.
+    down     store a 2-5
     host     c 0-4: it has arrived        a 5-9: it arrives at 5        b 9-13
-    link     store a 2-5, load c 5-7: due at 4        load a 9-11        load b 13-15
+    up       load c 4-6                   load a 9-11                   load b 13-15
     compute  forward a 11-12, b 15-16, c 16-17; backward c 17-19, b 19-21, a 21-23: the norm
-    link     store c 19-22, store b 22-25: as above, 23 seconds later
+    down     store c 19-22, store b 22-25: as above, 23 seconds later
     """
     course = offloaded()
     assert sorted(bars(course, update_numel_s=1.0), key=lambda bar: bar[2:]) == [
         ("host: update", "c", 0, 4),
-        ("link: store", "a", 2, 5),
-        ("link: load", "c", 5, 7),
+        ("down: store", "a", 2, 5),
+        ("up: load", "c", 4, 6),
         ("host: update", "a", 5, 9),
-        ("link: load", "a", 9, 11),
+        ("up: load", "a", 9, 11),
         ("host: update", "b", 9, 13),
         ("compute: forward", "a", 11, 12),
-        ("link: load", "b", 13, 15),
+        ("up: load", "b", 13, 15),
         ("compute: forward", "b", 15, 16),
         ("compute: forward", "c", 16, 17),
         ("compute: backward", "c", 17, 19),
         ("compute: backward", "b", 19, 21),
-        ("link: store", "c", 19, 22),
+        ("down: store", "c", 19, 22),
         ("compute: backward", "a", 21, 23),
-        ("link: store", "b", 22, 25),
+        ("down: store", "b", 22, 25),
     ]
     assert pace(course, Machine(gpu=Gpu(1, 1.0, 4.0, 1.0), host_bytes_s=100.0, update_numel_s=1.0)).seconds == 23
 
 
 def test_new_weights_that_are_not_due_keep_nobody_from_the_link():
-    """As above, but activations go away, and come back before each backward: the link is free again when that of a ends, and has
-    its gradients stored at 3. The host updates c 0-4, a 4-8 and b 8-12; a is up at 10, and its forward ends at 11. Its
-    activations leave from 11 to 13, for b is not due before 12, and b comes up behind them."""
-    found = bars(replace(offloaded(away_bytes=8), rest=Tier.HOST), update_numel_s=1.0)
-    assert sorted((bar for bar in found if bar[0].startswith("link: ")), key=lambda bar: bar[2])[:5] == [
-        ("link: store", "a", 0, 3),
-        ("link: load", "c", 4, 6),
-        ("link: load", "a", 8, 10),
-        ("link: put away", "a", 11, 13),
-        ("link: load", "b", 13, 15),
-    ]
+    """b is due at 12: what is asked at 11 goes first, and b comes up behind it. What goes down keeps neither."""
+    lanes = Lanes(Machine(gpu=Gpu(1, 1.0, 4.0, 1.0), host_bytes_s=100.0))
+    lanes.load_at(12.0, "b", 8)
+    assert lanes.up("bring back", "a", 8, after=11.0) == 13
+    assert lanes.down("store", "a", 8, after=11.0) == 13
+    assert lanes.arrival("b") == 15
 
 
 def test_new_weights_come_up_in_the_order_of_their_updates():
     """The link is busy with a until 9, when c (4) and b (8) are both due."""
     lanes = Lanes(Machine(gpu=Gpu(1, 1.0, 1.0, 1.0), host_bytes_s=100.0))
-    lanes.over_link("store", "a", 9, after=0.0)
+    lanes.up("load", "a", 9, after=0.0)
     lanes.load_at(4.0, "c", 2)
     lanes.load_at(8.0, "b", 2)
     assert [lanes.arrival("b"), lanes.arrival("c"), lanes.arrival("a")] == [13, 11, 0]
@@ -546,9 +545,9 @@ def test_a_unit_waits_for_its_own_update_alone():
         ("host: update", "a", 10, 20),
         ("host: update", "b", 20, 30),
     ]
-    assert ("link: load", "a", 20, 21) in found
+    assert ("up: load", "a", 20, 21) in found
     assert ("compute: forward", "a", 21, 22) in found
-    assert ("link: load", "b", 30, 31) in found
+    assert ("up: load", "b", 30, 31) in found
     assert ("compute: forward", "b", 31, 32) in found
     assert ("compute: forward", "c", 32, 33) in found
 
@@ -563,7 +562,7 @@ def test_states_on_disk_are_read_updated_and_written_side_by_side(disk_bytes_s, 
     assert ("disk: states", "a", took, 2 * took) in found
     assert ("host: update", "c", 0, 10) in found
     assert ("host: update", "a", max(10, took), max(10, took) + 10) in found
-    assert ("link: load", "a", 2 * each, 2 * each + 1) in found, "once both are done with it"
+    assert ("up: load", "a", 2 * each, 2 * each + 1) in found, "once both are done with it"
 
 
 def test_an_update_on_the_device_comes_before_the_forward_and_new_weights_travel_beside_it():
@@ -583,9 +582,9 @@ def test_an_update_on_the_device_comes_before_the_forward_and_new_weights_travel
 def test_activations_that_are_away_come_back_before_their_backward():
     course = replace(three(place_stage(1), away_bytes=8), rest=Tier.DISK)
     found = bars(course, disk_bytes_s=8.0)
-    assert ("link: put away", "a", 1, 3) in found
+    assert ("down: put away", "a", 1, 3) in found
     assert ("disk: put away", "a", 3, 4) in found
-    last = next(bar for bar in found if bar[:2] == ("link: put away", "c"))
+    last = next(bar for bar in found if bar[:2] == ("down: put away", "c"))
     back = next(bar for bar in found if bar[:2] == ("disk: bring back", "c"))
     again = next(bar for bar in found if bar[:2] == ("compute: backward", "c"))
     assert last[3] + 1 <= back[2]
