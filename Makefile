@@ -17,7 +17,7 @@ test-gpu:
 		tests/test_parameters.py tests/test_mishaps.py tests/test_precision.py tests/test_rules.py tests/test_optimizers.py \
 		tests/test_fragments.py tests/test_door.py tests/test_observation.py tests/test_starting.py tests/test_accelerator.py \
 		tests/test_resume.py tests/test_async_saves.py tests/test_io_errors.py tests/test_weights.py \
-		tests/test_watch.py tests/test_watchdog.py tests/test_shortage.py tests/test_offload.py tests/test_visits.py \
+		tests/test_watch.py tests/test_watchdog.py tests/test_shortage.py tests/test_offload.py \
 		tests/test_delay.py tests/test_small_moments.py tests/test_disk.py tests/test_tiled.py tests/test_vertical.py tests/test_born.py \
 		tests/test_activations.py
 

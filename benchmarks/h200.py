@@ -37,7 +37,6 @@ FOLDER = os.environ.get("NAUGHT_BENCH_FOLDER", "/tmp/naught-bench")  # on the di
 HYPER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
 CLIP = 1.0
 STEPS, WARM = 8, 3
-VISITS = 0.3  # of the states on the host, to be updated by the device
 GIB = 1 << 30
 
 
@@ -76,7 +75,7 @@ TABLES: dict[str, list[Row]] = {
     ],
     "offload": [
         Row("torch"),
-        *(Row(f"ours-{name}") for name in ("2-offload", "3-offload", "2-offload-visits", "3-offload-visits", "2-offload-delay")),
+        *(Row(f"ours-{name}") for name in ("2-offload", "3-offload", "2-offload-delay")),
         *(Row(f"deepspeed-{name}", steps=6) for name in ("2-offload", "3-offload")),
         Row("fsdp2-offload", steps=6),
         Row("torchao"),
@@ -363,8 +362,6 @@ def _ours(model: nn.Module, variant: str, row: Row) -> Trained:
         config["naught"] |= {"gpu_memory": int(row.cap_gib * GIB) or "147GB", "host_memory": int(row.host_gib * GIB) or "122GB"}
         config["naught"] |= {"nvme_path": FOLDER} if variant.endswith("nvme") else {}
         config["zero_optimization"] = {"stage": 3}
-    if variant.endswith("visits"):
-        config["naught"]["device_share"] = VISITS
     trained = _by_engine(naught.initialize(model=model, config=config)[0])
 
     def report() -> dict[str, Any]:

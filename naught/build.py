@@ -33,7 +33,6 @@ from naught.present import present
 from naught.segment import Segment
 from naught.shapes import Run
 from naught.sizes import PlacedRun
-from naught.steps import order_of_updates, visitors
 from naught.tiers import disk_folder, disk_side, host_side
 from naught.unit import Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
@@ -107,7 +106,6 @@ _HEEDED = (
     "naught.small_moments",
     "naught.wide_gradients",
     "naught.delay_update_after",
-    "naught.device_share",
     "naught.placement",
     "naught.gpu_memory",
     "naught.host_memory",
@@ -184,11 +182,7 @@ def build_units(
     with group.together():
         disk = disk_side(config, device, meter, largest)
     pool = Pool(device, private=config.naught.private_pool)
-    visiting = _visiting(specs, placements, config)
-    homes = {
-        name: Home(placement, group, device, meter, share, pool, host, disk, name in visiting)
-        for name, placement in placements.items()
-    }
+    homes = {name: Home(placement, group, device, meter, share, pool, host, disk) for name, placement in placements.items()}
     filling = Filling(model, device)
     last = {spec.name: filling.last_owner([params[param.name] for param in spec.params]) for spec in specs}
     lazy = config.naught.lazy_weights
@@ -250,13 +244,6 @@ def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: L
         return found, slots_beside([PlacedRun(run, found[spec.name]) for run, spec in zip(runs, specs, strict=True)], limits)
     pooled = place_in_pool(runs, limits)
     return dict(zip((spec.name for spec in specs), pooled.placements, strict=True)), pooled.slots
-
-
-def _visiting(specs: Sequence[UnitSpec], placements: Mapping[str, Placement], config: Config) -> set[str]:
-    """Units whose states rest on the host and visit the device to be updated."""
-    trained = {spec.name: sum(param.numel for param in spec.params if param.trainable) for spec in specs}
-    remote = [name for name, numel in trained.items() if numel and placements[name].optim.tier is Tier.HOST]
-    return visitors({name: trained[name] for name in order_of_updates(remote)}, config.naught.device_share)
 
 
 def _run(spec: UnitSpec, world: int) -> Run:

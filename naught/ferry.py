@@ -4,9 +4,8 @@ cast is cast by the device, which has time for it; the host's processor has not.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,11 +14,10 @@ from torch import Tensor
 from naught.block_norms import norms_of
 from naught.flat import Meter
 from naught.holding import SLOT_NUMEL, STRETCH_NUMEL, Buffer, staging_slots
-from naught.layout import ALIGN_NUMEL
 from naught.rounding import Rounds
 from naught.streams import Lane, Point, here
 
-__all__ = ["Arrival", "Delivered", "Ferry", "Sent", "Slot"]
+__all__ = ["Arrival", "Delivered", "Ferry", "Sent"]
 
 
 class Sent(NamedTuple):
@@ -29,7 +27,7 @@ class Sent(NamedTuple):
     arrived: Point
 
 
-class Slot:
+class _Slot:
     """A piece of staging, and when it was last copied from."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -39,14 +37,6 @@ class Slot:
     def of(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.room.view(dtype)[:numel]
 
-    def divided(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Room for each of some tensors, of which no narrower one comes before a wider one."""
-        rooms, start = [], 0
-        for tensor in tensors:
-            rooms.append(self.room.view(torch.uint8)[start : start + tensor.nbytes].view(tensor.dtype))
-            start += tensor.nbytes
-        return rooms
-
 
 class Ferry:
     """Carries sums of gradients down and weights up, none of them larger than `largest_numel`, through so many slots at most."""
@@ -55,10 +45,9 @@ class Ferry:
         self.device, self.down, self.up = device, Lane(device), Lane(device)
         self.apart = apart  # else all memory is one, and nothing is staged
         numel = min(SLOT_NUMEL, largest_numel)  # of 32 bits; of 16 as many again
-        self.slots = [Slot(numel, device) for _ in range(staging_slots(largest_numel, most_slots) - 1 if self.apart else 0)]
-        self.landing = Slot(numel, device) if self.apart else None  # for what comes up and is cast
+        self.slots = [_Slot(numel, device) for _ in range(staging_slots(largest_numel, most_slots) - 1 if self.apart else 0)]
+        self.landing = _Slot(numel, device) if self.apart else None  # for what comes up and is cast
         self.lock = threading.Lock()  # around the landing
-        self.around_slots = threading.Lock()
         staged = [*self.slots, *([self.landing] if self.landing else [])]
         self.nbytes, self.meter = sum(slot.room.nbytes for slot in staged), meter
         meter.change(Buffer.STAGING, self.nbytes)
@@ -91,26 +80,14 @@ class Ferry:
         if not self.apart:
             place.copy_(total)
             return
-        with self.next_slot() as slot:
-            slot.free.hold(self.device)
-            staged = slot.of(total.numel(), place.dtype).copy_(total)
-            self.down.follow(here(self.device))
-            with self.down.open():
-                place.copy_(staged, non_blocking=True)
-            slot.free = self.down.point()
-
-    @contextmanager
-    def next_slot(self) -> Iterator[Slot]:
-        """The one that was asked for the longest ago. Who asks follows `free`, and says when it is again."""
-        with self.around_slots:
-            slot = self.slots.pop(0)
-            self.slots.append(slot)
-            yield slot
-
-    def room_for(self, nbytes: int) -> int:
-        """How many elements of so many bytes each a slot has room for."""
-        room = self.slots[0].room.nbytes // nbytes
-        return max(1, room // ALIGN_NUMEL * ALIGN_NUMEL or room)
+        slot = self.slots.pop(0)
+        self.slots.append(slot)
+        slot.free.hold(self.device)
+        staged = slot.of(total.numel(), place.dtype).copy_(total)
+        self.down.follow(here(self.device))
+        with self.down.open():
+            place.copy_(staged, non_blocking=True)
+        slot.free = self.down.point()
 
     def bring(self, source: Tensor, into: Tensor, after: Point, rounds: Rounds) -> Point:
         """Copy what rests on the host to the device, after a point of the device's order; any thread may ask."""

@@ -12,10 +12,10 @@ from naught.devices import Pool
 from naught.disk_side import DiskSide
 from naught.ferry import Ferry
 from naught.flat import Meter
+from naught.host_crew import Crew
 from naught.placement import Placement, Tier
 from naught.rounding import Rounds, half_up, nearest
 from naught.shelves import DeviceShelf, Shelf
-from naught.sites import DeviceSite, HostSite, Site
 
 __all__ = ["GradTypes", "Home", "HostSide", "Types"]
 
@@ -46,27 +46,23 @@ class Types(NamedTuple):
 
 
 class HostSide(NamedTuple):
-    """What a rank has on its host: memory, the way there and back, who updates what rests there, and room for how many sums of
-    the same gradients."""
+    """What a rank has on its host: memory, the way there and back, threads that update, and room for how many sums of the same
+    gradients."""
 
     shelf: Shelf
     ferry: Ferry
-    own: HostSite
-    near: DeviceSite | None = None  # None: nothing visits the device
+    crew: Crew
     rooms: int = 1
 
     def close(self) -> None:
         """Once nothing rests there any more."""
-        for site in (self.own, self.near):
-            if site is not None:
-                site.crew.stop()
+        self.crew.stop()
         self.ferry.close()
 
 
 class Home(NamedTuple):
     """Where a segment lives: its placement, the ranks that share it, their device, who counts its bytes, what share of its
-    step a gradient is, which memory its flats come from, the host, if anything rests there, the disk, and whether its states
-    visit the device to be updated."""
+    step a gradient is, which memory its flats come from, the host, if anything rests there, and the disk."""
 
     placement: Placement
     group: Group
@@ -76,18 +72,6 @@ class Home(NamedTuple):
     pool: Pool
     host: HostSide | None
     disk: DiskSide | None = None
-    visits: bool = False
-
-    @property
-    def site(self) -> Site:
-        """Where states that rest on the host are updated beside everything else."""
-        assert self.host is not None
-        return self.host.near if self.visits and self.host.near is not None else self.host.own
-
-    @property
-    def host_site(self) -> HostSite:
-        assert self.host is not None
-        return self.host.own
 
     def shelf(self, tier: Tier) -> Shelf:
         if tier is Tier.DEVICE:

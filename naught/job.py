@@ -47,7 +47,6 @@ class Job:
     summed_grad: int = 4
     host_sums: int = 1  # that the host has room for
     wide_gradients: bool | None = None  # on the host, as its update needs them; None: unless memory is pooled
-    device_share: float = 0.0  # of the states on the host that visit the device to be updated
 
     def __post_init__(self) -> None:
         if min(self.micro_batch, self.seq, self.accumulation) < 1:

@@ -22,15 +22,14 @@ _STEPS = 3  # until a step is like the one before
 class Work:
     """What a unit asks of a machine beside its plan, on one rank: operations of its forward and of its backward, which has those
     that are computed again; bytes that come up from the host, for each gather where it rests there, else after each update there;
-    elements that it updates, and bytes of states that visit the device for this, or that this reads and writes on disk; and bytes
-    of activations that go away with its forward and come back for its backward."""
+    elements that it updates, and bytes of states on disk that this reads and writes; and bytes of activations that go away with
+    its forward and come back for its backward."""
 
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     raised: int = 0
     fetched: int = 0  # weights that an update on the device brings up to write them back
     updated_numel: int = 0
-    visiting: int = 0  # bytes of states that go up with their gradients, for an update on the device, and come back
     state_bytes: int = 0
     away_bytes: int = 0
     lazy: bool = False  # new weights are gathered where they are used
@@ -191,8 +190,7 @@ class _Walk:
         trained = [unit for unit, work in self.course.works.items() if work.updated_numel]
         remote = [unit for unit in trained if self.course.placements[unit].optim.tier is not Tier.DEVICE]
         for unit in order_of_updates(remote):
-            update = self._update_visitor if self.course.works[unit].visiting else self._update_on_host
-            update(unit, norm)
+            self._update_on_host(unit, norm)
         for unit in trained:
             if unit not in remote:
                 self._update_on_device(unit, norm)
@@ -211,18 +209,6 @@ class _Walk:
         self.ready[_Ready.UPDATED, unit] = max(moved, done)
         if place.param.tier is Tier.DEVICE:
             self.lanes.load_at(max(moved, done), unit, work.raised)
-        self.stale.add(unit)
-
-    def _update_visitor(self, unit: str, norm: float) -> None:
-        """It takes the link's time, and next to none of the device's: what comes back follows what goes up, a piece behind. New
-        weights stay there."""
-        place, work = self.course.placements[unit], self.course.works[unit]
-        begins = max(norm, self.ready[_Ready.ARRIVED, unit], self.lanes.free[Lane.UP])
-        up = self.lanes.up("visit", unit, work.visiting + self.course.sizes[unit].grad_shard, after=begins)
-        done = max(up, self.lanes.down("visit", unit, work.visiting, after=begins))
-        self.ready[_Ready.UPDATED, unit] = done
-        if place.param.tier is Tier.DEVICE:
-            self.lanes.load_at(done, unit, 0)
         self.stale.add(unit)
 
     def _update_on_device(self, unit: str, norm: float) -> None:

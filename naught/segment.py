@@ -64,8 +64,7 @@ class Segment:
         remote = self.trained and placement.optim.tier is not Tier.DEVICE
         tier = placement.optim.tier if self.trained else Tier.DEVICE
         disk = home.disk if tier is Tier.DISK else None
-        travels = remote and disk is None and home.site.visited
-        self.kept = States(layout, owned, groups, Resting(home.shelf(tier), disk, types.small_moments, travels))
+        self.kept = States(layout, owned, groups, Resting(home.shelf(tier), disk, types.small_moments))
         sunk = placement.param.tier is Tier.DISK and split  # weights rest on disk, where nothing is updated
         masters: Tensor | None = None  # None: the weights have 32 bits, and are updated where they are
         if self.trained and (remote or sunk or types.weights != torch.float32):
@@ -86,7 +85,7 @@ class Segment:
         owner: Sum = DeviceSum(types.grads.sums, home.meter)
         if remote:
             assert home.host is not None
-            crew = home.site.crew if disk is None else disk.crew
+            crew = home.host.crew if disk is None else disk.crew
             self.beside = Beside(crew, home.host.ferry, types.rounds)
             if placement.grad.tier is Tier.DISK:
                 owner = DiskSum(owned.numel, types.grads, home)
@@ -252,19 +251,10 @@ class Segment:
         catch up."""
         assert self.beside is not None
         assert isinstance(self.grads.owned, HostSum)
-        over = self.beside.update(pieces, do)
-        self.grads.owned.read_by(over)
+        self.grads.owned.read_by(self.beside.update(pieces, do))
         self.beside.behind = delayed
-        if self.shard_beside is not None:
-            self.kept.written()
-            self.beside.coming = Delivered(over)
-        elif not delayed:
+        if not delayed:
             self.written()
-
-    @property
-    def shard_beside(self) -> Tensor | None:
-        """New weights, where an update brings them along, since its masters visit the device; None: they follow it."""
-        return self.weights.shard if self.kept.rest.travels and self.home.placement.param.tier is Tier.DEVICE else None
 
     @property
     def behind(self) -> bool:

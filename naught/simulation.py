@@ -20,7 +20,6 @@ from naught.fused_attention import fused_attention
 from naught.live_bytes import Activations, activations_of
 from naught.pacing import Course, Work
 from naught.placement import Tier
-from naught.segment import Segment
 from naught.spill import Stored
 from naught.start import initialize
 from naught.steps import Pass
@@ -125,16 +124,10 @@ def _work(unit: Unit, flops: UnitFlops, away_bytes: int) -> Work:
         raised=masters if unit.placement.param.tier is Tier.DEVICE or not own else own,  # shards of none are made of masters
         fetched=sum(segment.target.nbytes for segment in unit.trained if segment.is_brought_up),
         updated_numel=sum(segment.kept.owned.numel for segment in unit.trained),
-        visiting=sum(_visiting_bytes(segment) for segment in unit.trained if segment.kept.rest.travels),
         state_bytes=sum(state.numel * state.dtype.itemsize for state in held if isinstance(state, Stored)),
         away_bytes=away_bytes,
         lazy=unit.lazy,
     )
-
-
-def _visiting_bytes(segment: Segment) -> int:
-    """Of masters and moments."""
-    return segment.kept.owned.numel * 4 * (1 + len(segment.kept.held))
 
 
 @contextmanager

@@ -198,8 +198,7 @@ def _moments(optimizer: Optimizer | None) -> int:
 
 
 def _refuse_rule(settings: Config, optimizer: Optimizer | None) -> None:
-    """Not every optimizer can be delayed or updates states that visit the device, and not everything that one remembers can be
-    kept in 8 bits."""
+    """Not every optimizer can be delayed, and not everything that one remembers can be kept in 8 bits."""
     if optimizer is None:
         return
     rule, ours = optimizer.rule, settings.naught
@@ -208,7 +207,6 @@ def _refuse_rule(settings: Config, optimizer: Optimizer | None) -> None:
     for key, wanted, possible in (
         ("small_moments", ours.small_moments, packed),
         ("delay_update_after", ours.delay_update_after is not None, rule.defers),
-        ("device_share", bool(ours.device_share), rule.defers),
     ):
         if wanted and not possible:
             raise UsageError(

@@ -37,13 +37,11 @@ class Cut(NamedTuple):
 
 
 class Resting(NamedTuple):
-    """Where states rest: on a shelf, or on disk if there is one for them; whether moments are small, of 8 bits; and whether they
-    go to the device to be updated."""
+    """Where states rest: on a shelf, or on disk if there is one for them; and whether moments are small, of 8 bits."""
 
     shelf: Shelf
     disk: DiskSide | None = None
     small: bool = False
-    travels: bool = False
 
 
 class States:
@@ -165,7 +163,7 @@ class States:
             if self.rest.disk is not None:
                 made = self.rest.disk.take(self.owned.numel, torch.float32, "states")
             else:
-                made = Wide(self.rest.shelf.take(self.owned.numel, torch.float32, "states", travels=self.rest.travels))
+                made = Wide(self.rest.shelf.take(self.owned.numel, torch.float32, "states"))
             firsts = {index: wanted[group].get(name) for index, group in enumerate(self.groups)}
             for index, first in firsts.items():
                 if first:

@@ -9,19 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from naught.placement import Kind, Placement
 
-__all__ = [
-    "EVERY_UNIT",
-    "Event",
-    "Moment",
-    "Pass",
-    "Placements",
-    "Sizes",
-    "Step",
-    "UnitBytes",
-    "Verb",
-    "order_of_updates",
-    "visitors",
-]
+__all__ = ["EVERY_UNIT", "Event", "Moment", "Pass", "Placements", "Sizes", "Step", "UnitBytes", "Verb", "order_of_updates"]
 
 # What a step that concerns all units at once has for a unit. No module can have this name.
 EVERY_UNIT = "*"
@@ -103,16 +91,3 @@ def order_of_updates(units: Sequence[Named]) -> list[Named]:
     is updated those of the first unit come down. It is often large, too, and what ends an update has to come up before anything
     goes on."""
     return [*units[-1:], *units[:-1]]
-
-
-def visitors(numels: Mapping[Named, int], share: float) -> set[Named]:
-    """Which units on the host, in their order of update, the device updates, for a share of all elements: spread evenly, so that
-    neither the device nor the host waits for the other."""
-    found: set[Named] = set()
-    seen = visited = 0
-    for unit, numel in numels.items():
-        seen += numel
-        if visited + numel <= share * seen:
-            found.add(unit)
-            visited += numel
-    return found

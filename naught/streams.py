@@ -22,11 +22,10 @@ class Point:
 
     __slots__ = ("event",)
 
-    def __init__(self, stream: torch.cuda.Stream | None, *, blocking: bool = False) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.event: torch.cuda.Event | None = None  # None: it was reached when it was made
         if stream is not None:
-            # A host that waits for one that blocks sleeps; else it looks all the time, and has a core.
-            self.event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(stream)
 
     def hold(self, device: torch.device) -> None:
@@ -67,8 +66,8 @@ class Lane:
         """What this thread asks of the device while this is open is asked of the lane."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def point(self, *, blocking: bool = False) -> Point:
-        return Point(self.stream, blocking=blocking)
+    def point(self) -> Point:
+        return Point(self.stream)
 
 
 class HostCopies:

@@ -30,7 +30,6 @@ from naught.precision import Precision
 from naught.present import present
 from naught.rota import Rota
 from naught.shelves import HostShelf
-from naught.sites import VISITS_AT_A_TIME, DeviceSite, HostSite
 from naught.spill import Desk
 from naught.spill_file import NoFile, UnnamedFile
 
@@ -102,7 +101,6 @@ def job_of(config: Config, precision: Precision, moments: int) -> Job:
         recipe=Recipe(wide, wide, master, moments * (SMALL_MOMENT if ours.small_moments else 4)),
         wide_gradients=precision.wide,
         host_sums=ours.host_sums,
-        device_share=ours.device_share,
     )
 
 
@@ -170,13 +168,7 @@ def host_side(config: Config, device: torch.device, meter: Meter, largest_numel:
     limit = config.naught.host_memory and config.naught.host_memory // around.local_ranks
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
     ferry = Ferry(device, meter, largest_numel, most_slots, apart=around.is_apart(device))
-    own = HostSite(_host_crew(device, around.local_ranks))
-    near = DeviceSite(_crew_of_visits(device), ferry) if ferry.apart and config.naught.device_share else None
-    return HostSide(shelf, ferry, own, near, config.naught.host_sums)
-
-
-def _crew_of_visits(device: torch.device) -> Crew:
-    return Rota(VISITS_AT_A_TIME) if device.type == "meta" else HostCrew([None] * VISITS_AT_A_TIME)
+    return HostSide(shelf, ferry, _host_crew(device, around.local_ranks), config.naught.host_sums)
 
 
 def _host_crew(device: torch.device, ranks: int) -> Crew:

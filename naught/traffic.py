@@ -10,7 +10,6 @@ from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import Tier
 from naught.sizes import PlacedRun, trained_numel, unit_bytes
-from naught.steps import order_of_updates, visitors
 
 __all__ = ["Times", "Traffic", "times_of", "traffic_of"]
 
@@ -41,15 +40,19 @@ _WIDE = 4  # bytes
 
 class Traffic(NamedTuple):
     volume: dict[str, int]
-    link: int
+    up: int  # from the host to the device
+    down: int
     disk: int
+
+    @property
+    def link(self) -> int:
+        return self.up + self.down
 
 
 def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world: int, job: Job) -> Traffic:
     """Bytes of one step and rank: through collectives, between host and device, to and from the disk."""
-    gathered = reduced = link = disk = 0
+    gathered = reduced = up = down = disk = 0
     passes, wire = job.accumulation, job.recipe.grad
-    visits = _visits(placed, job)
     last = max((at for at, (run, _) in enumerate(placed) if not run.outer), default=-1)
     for at, (run, placement) in enumerate(placed):
         size = unit_bytes(run, placement, world, job)
@@ -64,7 +67,7 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
             kept = passes * (run.repeat if run.outer else int(at == last))
             gathers = 2 * passes * run.repeat - kept
             gathered += size.weights * gathers
-            link += raised * gathers * (placement.param.tier is not Tier.DEVICE)
+            up += raised * gathers * (placement.param.tier is not Tier.DEVICE)
             disk += size.weight_shard * gathers * (placement.param.tier is Tier.DISK)
             disk += trained // world * job.recipe.weight * run.repeat * (placement.param.tier is Tier.DISK)
         else:
@@ -72,37 +75,26 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
             gathered += trained * (job.recipe.weight if placement.optim.split else wire) * run.repeat
         on_device = placement.optim.tier is Tier.DEVICE
         if placement.grad.tier is not Tier.DEVICE or not on_device:
-            kept = wire if on_device else job.kept_host_grad // job.host_sums
-            link += trained // world * kept * (2 * reduces - run.repeat)  # a sum comes up again to be added to
+            part = trained // world * (wire if on_device else job.kept_host_grad // job.host_sums)
+            down += part * reduces
+            up += part * (reduces - run.repeat)  # a sum comes up again to be added to
         if on_device and placement.grad.tier is not Tier.DEVICE:
-            link += trained // world * wire * run.repeat
-        if on_device != (placement.param.tier is Tier.DEVICE):
-            link += trained // world * (job.recipe.weight if on_device else _WIDE) * run.repeat
+            up += trained // world * wire * run.repeat
+        if on_device and placement.param.tier is not Tier.DEVICE:
+            down += trained // world * job.recipe.weight * run.repeat
+        if not on_device and placement.param.tier is Tier.DEVICE:
+            up += trained // world * _WIDE * run.repeat
         if placement.grad.tier is Tier.DISK:
             disk += 2 * size.grad_shard * reduces  # each micro-batch but the first is added to what is there
         if placement.optim.tier is Tier.DISK:
             disk += 2 * size.state_shard * run.repeat
-        if visits[at]:  # masters and moments go up and come back, gradients go up; weights on the device come of that
-            states = 2 * (_WIDE + round(job.recipe.moments)) + job.kept_host_grad // job.host_sums
-            link += trained // world * (states - _WIDE * (placement.param.tier is Tier.DEVICE)) * visits[at]
     if job.checkpointing.tier is not Tier.DEVICE:
-        link += 2 * activations.checkpoints * passes
+        up += activations.checkpoints * passes
+        down += activations.checkpoints * passes
     if job.checkpointing.tier is Tier.DISK:
         disk += 2 * activations.checkpoints * passes
     volume = {"all-gather": gathered * (world - 1) // world, "reduce-scatter": reduced * (world - 1) // world}
-    return Traffic(volume, link, disk)
-
-
-def _visits(placed: Sequence[PlacedRun], job: Job) -> list[int]:
-    """How many units of each run visit the device to be updated."""
-    numels = {
-        (at, number): run.numel - run.frozen
-        for at, (run, placement) in enumerate(placed)
-        for number in range(run.repeat)
-        if placement.optim.tier is Tier.HOST and run.numel > run.frozen
-    }
-    visiting = visitors({unit: numels[unit] for unit in order_of_updates(list(numels))}, job.device_share)
-    return [sum(of == at for of, _ in visiting) for at in range(len(placed))]
+    return Traffic(volume, up, down, disk)
 
 
 def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int | None, machine: Machine, job: Job) -> Times:
@@ -110,16 +102,16 @@ def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int |
         forward_flops = 2 * job.micro_batch * job.seq * sum(run.numel * run.repeat for run, _ in placed)
     forwards = 3 if job.checkpointing is Checkpointing.NONE else 4  # a backward is two forwards; and the recompute
     on_host = on_device = 0.0
-    visits = _visits(placed, job)
-    for at, (run, placement) in enumerate(placed):
-        each = (run.numel - run.frozen) / (machine.ranks if placement.optim.split else 1)
-        here = run.repeat if placement.optim.tier is Tier.DEVICE else visits[at]
-        on_device += each * here
-        on_host += each * (run.repeat - here)
+    for run, placement in placed:
+        share = (run.numel - run.frozen) * run.repeat / (machine.ranks if placement.optim.split else 1)
+        if placement.optim.tier is Tier.DEVICE:
+            on_device += share
+        else:
+            on_host += share
     return Times(
         compute=forwards * forward_flops * job.accumulation / machine.gpu.flops,
         network=sum(traffic.volume.values()) / machine.collective_bytes_s,
-        link=traffic.link / machine.link_bytes_s,
+        link=max(traffic.up, traffic.down) / machine.link_bytes_s,  # which carries both ways at once
         update=on_device / machine.device_update_numel_s + on_host / machine.host_update_numel_s,
         disk=traffic.disk / machine.rank_disk_bytes_s,
     )

@@ -23,7 +23,6 @@ from naught.spill import Stored
 from naught.stash import HostSum
 from naught.states import Updating
 from naught.steps import order_of_updates
-from naught.streams import here
 from naught.tile_update import TileUpdate
 from naught.unit import Unit
 
@@ -31,6 +30,7 @@ __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
+_HOST_BYTES = 1 << 24  # of gradients that a thread updates at a time on the host: with less, threads wait for each other's Python
 
 
 class Norm(NamedTuple):
@@ -196,33 +196,26 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
 
 
 def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float, *, delayed: bool) -> None:
-    """Have a segment updated beside everything else, a piece at a time. Its last update may still be under way."""
+    """Have a segment updated on the host, by whichever threads, a piece at a time. Its last update may still be under way."""
     if isinstance(segment.kept.master, Stored):
         _update_on_disk(segment, how, used, coefficient)
         return
-    stash, states = segment.grads.owned, segment.kept
-    site = segment.home.site if how.rule.defers else segment.home.host_site
+    stash, host, states = segment.grads.owned, segment.home.host, segment.kept
     assert isinstance(stash, HostSum)
     assert stash.sent is not None
     assert states.masters is not None
+    assert host is not None
     assert segment.beside is not None
     if states.lacks(how):  # what an update reads is not added to while it does
         segment.beside.wait()
-    masters, home, arrived = states.masters, stash.home, stash.sent.arrived
-    states.prepare(how)
-    most_numel = site.most_numel(len(states.held), home.dtype)
-    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, most_numel)), used)
-
-    began, shard = here(segment.home.device), segment.shard_beside
+    crew, masters, home, arrived = host.crew, states.masters, stash.home, stash.sent.arrived
+    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, _HOST_BYTES // home.itemsize)), used)
 
     def update_piece(at: int) -> None:
-        def take(part: Part) -> None:
-            _take([part], how, coefficient)
-            if shard is not None:
-                began.hold(segment.home.device)
-                segment.weights.rounds(shard[slice(*cuts[at].span)], part.weights)
-
-        site.update(states.part(cuts[at], masters, home), arrived, take)
+        arrived.wait()
+        part = states.part(cuts[at], masters, home)
+        wide = part.grads if part.grads.dtype == torch.float32 else crew.scratch(part.grads.numel()).copy_(part.grads)
+        _take([part._replace(grads=wide)], how, coefficient)
 
     if how.rule.defers:
         segment.update_beside(len(cuts), update_piece, delayed=delayed)

@@ -216,7 +216,6 @@ def _job(options: argparse.Namespace, config: Config | None, world: int) -> Job:
             given["summed_grad"] = 2
         given["wide_gradients"] = config.naught.wide_gradients
         given["host_sums"] = config.naught.host_sums
-        given["device_share"] = config.naught.device_share
     flags = {"micro_batch": options.batch, "seq": options.seq, "accumulation": options.accumulation}
     given |= {name: value for name, value in flags.items() if value is not None}
     if options.activations != "auto":

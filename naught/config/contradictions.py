@@ -19,7 +19,7 @@ class Conflict(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Conflict]:
-    for rule in (_precision, _offload, _delay, _visits, _resting, _pool, _batch, _loss_scale, _schedule, _clipping, _momentum):
+    for rule in (_precision, _offload, _delay, _resting, _pool, _batch, _loss_scale, _schedule, _clipping, _momentum):
         yield from rule(config)
 
 
@@ -95,22 +95,6 @@ def _delay(config: Config) -> Iterator[Conflict]:
         paths = ("naught.delay_update_after", "zero_optimization.offload_param")
         what = "weights that rest on the host are made of what is updated there: they cannot follow later"
         yield Conflict(paths, what, "keep the parameters on the device, or do not delay")
-
-
-def _visits(config: Config) -> Iterator[Conflict]:
-    """Only 32-bit states on the host visit the device, and take their weights along."""
-    ours, optim = config.naught, config.zero_optimization.offload_optimizer
-    if not ours.device_share:
-        return
-    if ours.placement == "stage" and (not optim or optim.device != "cpu"):
-        paths = ("naught.device_share", "zero_optimization.offload_optimizer")
-        yield Conflict(paths, "only states on the host visit the device", 'set offload_optimizer: {"device": "cpu"}')
-    if ours.small_moments:
-        paths = ("naught.device_share", "naught.small_moments")
-        yield Conflict(paths, "moments of 8 bits are updated where they rest", "keep one of the two")
-    if ours.delay_update_after is not None:
-        paths = ("naught.device_share", "naught.delay_update_after")
-        yield Conflict(paths, "states that visit the device bring their weights at once", "keep one of the two")
 
 
 def _resting(config: Config) -> Iterator[Conflict]:

@@ -106,14 +106,6 @@ class Naught(Block):
             "beside the whole of the next step (40: step 41 is the first of these). This changes the mathematics; null: never"
         ),
     ] = None
-    device_share: Annotated[
-        Real,
-        Field(ge=0, le=1),
-        Key(
-            "share of the states on the host that the device updates: they visit it while the host updates the others. A GPU "
-            "rounds otherwise than its host: with 1 training is what it is without offloading, to the last bit"
-        ),
-    ] = 0.0
     async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
     keep_last: Annotated[
         Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")

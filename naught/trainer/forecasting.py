@@ -58,7 +58,6 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
         checkpointing=checkpointing,
         wide_gradients=precision_of(recipe, batch.accumulation).wide,
         host_sums=recipe.naught.host_sums,
-        device_share=recipe.naught.device_share,
     )
     runs = model_of(model).runs
     activations = _activations(model, recipe, batch.micro)
