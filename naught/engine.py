@@ -90,7 +90,7 @@ class Engine(Between):
         saving = self.saves.open() if self.saves is not None and torch.is_grad_enabled() else nullcontext()
         observed = self.observer.forward(self.module, self.global_steps + 1)
         with self._all_or_nothing("forward"), casting, saving, observed, self._hinting():
-            self.inputs.look((args, kwargs))
+            self.inputs.look((args, kwargs), self.global_steps + 1)
             return self.module(*args, **kwargs)
 
     @contextmanager

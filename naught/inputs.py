@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from typing import Any
 
 import torch
@@ -19,23 +20,25 @@ _LOG = logging.getLogger("naught")
 
 
 class Inputs:
-    """Looks at those of the first step that trains."""
+    """Looks at those of the first step that trains, and of every step that is twice as far as the last that it has looked at."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.looked = group.lineup is None
+        self.next_step: float = math.inf if group.lineup is None else 0
 
-    def look(self, given: Any) -> None:
-        """Say so if they differ where they should not. All ranks must call."""
-        if self.looked or not torch.is_grad_enabled():
+    def look(self, given: Any, step: int) -> None:
+        """Say so, once, if they differ where they should not. All ranks must call."""
+        if step < self.next_step or not torch.is_grad_enabled():
             return
-        self.looked = True
         rows = self.group.exchange(torch.tensor([self.group.part, _digest(given)]))
-        if len({tuple(row) for row in rows.tolist()}) > self.group.parts and self.group.rank == 0:
+        differ = len({tuple(row) for row in rows.tolist()}) > self.group.parts
+        self.next_step = math.inf if differ else 2 * step
+        if differ and self.group.rank == 0:
             _LOG.warning(
-                "ranks that have a model together were given different inputs. Unless the model expects that, give them the same "
-                'batches: a sampler by the mesh\'s other dimension has num_replicas=mesh["dp"].size() and '
-                'rank=mesh["dp"].get_local_rank()'
+                "ranks that have a model together were given different inputs in step %d. Unless the model expects that, give "
+                'them the same batches: a sampler by the mesh\'s other dimension has num_replicas=mesh["dp"].size() and '
+                'rank=mesh["dp"].get_local_rank()',
+                step,
             )
 
 

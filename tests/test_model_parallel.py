@@ -609,14 +609,16 @@ def test_where_the_elements_of_a_part_lie():
                 assert len(pieces) <= 3
 
 
-def warnings_about_inputs(own: bool) -> list[str]:
+def warnings_about_inputs(differ_after: int) -> list[str]:
+    """Of five steps, so many of which have what they should."""
     engine = start(1)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("naught").addHandler(handler)
-    part = dist.get_rank() if own else mesh_of(2, 2)["dp"].get_local_rank()
-    take_steps(engine, part, 2)
+    mine = mesh_of(2, 2)["dp"].get_local_rank()
+    for step in range(5):
+        take_steps(engine, mine if step < differ_after else dist.get_rank(), 1)
     logging.getLogger("naught").removeHandler(handler)
     engine.destroy()
     return [text for text in said if "different inputs" in text]
@@ -643,11 +645,13 @@ def test_inputs_of_any_kind_can_be_looked_at(worlds):
 
 
 def test_batches_that_differ_where_a_model_is_had_together_are_told_once(worlds):
-    assert worlds[4].run(warnings_about_inputs, False) == [[]] * 4
-    first, *others = worlds[4].run(warnings_about_inputs, True)
-    assert len(first) == 1
-    assert 'mesh["dp"].get_local_rank()' in first[0]
-    assert others == [[]] * 3
+    assert worlds[4].run(warnings_about_inputs, 5) == [[]] * 4
+    for differ_after, noticed in ((0, 1), (1, 2), (2, 4)):
+        first, *others = worlds[4].run(warnings_about_inputs, differ_after)
+        assert len(first) == 1
+        assert f"different inputs in step {noticed}." in first[0]
+        assert 'mesh["dp"].get_local_rank()' in first[0]
+        assert others == [[]] * 3
 
 
 def fail_to_start() -> tuple[list[bool], bool, float]:
