@@ -48,15 +48,20 @@ def advise(model: Model, activations: Activations | None, machine: Machine, job:
         best_forecast(name, [PlacedRun(run, placement) for run in model.runs], measure, machine, job, automatic=automatic)
         for name, placement in PLACEMENTS.items()
     ]
-    pooled = pool(model.runs, measure, machine, _small(job), automatic=automatic)
-    rows.append(best_forecast(POOLED, pooled, measure, machine, _small(job), automatic=automatic))
+    small = _small(job)
+    pooled = pool(model.runs, measure, machine, small, automatic=automatic)
+    rows.append(best_forecast(POOLED, pooled, measure, machine, small, automatic=automatic))
+    if job.wide_gradients is None:  # where they push nothing away
+        wide = best_forecast(POOLED, pooled, measure, machine, job, automatic=automatic)
+        if wide.fits and (wide.tiles, wide.checkpointing) == (rows[-1].tiles, rows[-1].checkpointing):
+            rows[-1] = wide
     largest = {row.name: largest_numel(row.name, machine, job, automatic=automatic) for row in rows}
     return Advice(tuple(rows), tuple(pooled), largest)
 
 
 def _small(job: Job) -> Job:
-    """In a pool gradients are no wider on the host than they are summed, unless that is asked for: what counts is how much it
-    holds."""
+    """What a pool places has gradients that are no wider on the host than they are summed, unless that is asked for: what counts
+    is how much it holds."""
     return replace(job, wide_gradients=bool(job.wide_gradients))
 
 

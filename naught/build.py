@@ -27,7 +27,7 @@ from naught.local_parts import is_repeated
 from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Place, Placement, Tier
-from naught.pooling import Limits, place_in_pool, refuse_full_disk, slots_beside
+from naught.pooling import Limits, Pooled, place_in_pool, refuse_full_disk, slots_beside
 from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.present import present
 from naught.segment import Segment
@@ -170,7 +170,9 @@ def build_units(
     rules = UnitRules(frozenset(leaf.classes), names, frozenset(leaf.name_suffixes))
     repeated = is_repeated(model, around.group.lineup)
     specs = find_units(describe(model, dtypes, membership.has, repeated), rules)
-    placements, slots = _placements(specs, config, around.group.parts, around.limits)
+    pooled = _placements(specs, config, around.group.parts, around.limits)
+    placements = dict(zip((spec.name for spec in specs), pooled.placements, strict=True))
+    precision = replace(precision, wide=pooled.wide)
     group, device, meter, share, job, _ = around
     folder = disk_folder(config)
     if folder is not None:
@@ -178,7 +180,7 @@ def build_units(
             placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.parts, present().disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
-    host = host_side(config, device, meter, largest, slots)
+    host = host_side(config, device, meter, largest, pooled.slots)
     with group.together():
         disk = disk_side(config, device, meter, largest)
     pool = Pool(device, private=config.naught.private_pool)
@@ -234,16 +236,16 @@ def _refuse_model(model: nn.Module) -> None:
             )
 
 
-def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None) -> tuple[dict[str, Placement], int]:
-    """Each unit as the configuration says, within limits if it sets any; and how many slots of staging these leave."""
+def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None) -> Pooled:
+    """Each unit as the configuration says, within limits if it sets any."""
+    wide = config.naught.wide_gradients is not False
     if limits is None:
-        return _by_stage(specs, config, world), MOST_SLOTS
+        return Pooled(_by_stage(specs, config, world), MOST_SLOTS, wide)
     runs = [_run(spec, world) for spec in specs]
     if config.naught.placement == "stage":
         found = _by_stage(specs, config, world)
-        return found, slots_beside([PlacedRun(run, found[spec.name]) for run, spec in zip(runs, specs, strict=True)], limits)
-    pooled = place_in_pool(runs, limits)
-    return dict(zip((spec.name for spec in specs), pooled.placements, strict=True)), pooled.slots
+        return Pooled(found, slots_beside([PlacedRun(*pair) for pair in zip(runs, found, strict=True)], limits), wide)
+    return place_in_pool(runs, limits)
 
 
 def _run(spec: UnitSpec, world: int) -> Run:
@@ -253,7 +255,7 @@ def _run(spec: UnitSpec, world: int) -> Run:
     return Run(spec.name, sum(layout.numel for layout in layouts.values()), 1, frozen, outer=spec.name == "")
 
 
-def _by_stage(specs: Sequence[UnitSpec], config: Config, world: int) -> dict[str, Placement]:
+def _by_stage(specs: Sequence[UnitSpec], config: Config, world: int) -> list[Placement]:
     """Each unit as the stage says; but small ones stay whole, the smallest first, as far as there is room."""
     zero, base = config.zero_optimization, placement_of(config)
     found = {spec.name: base for spec in specs}
@@ -278,7 +280,7 @@ def _by_stage(specs: Sequence[UnitSpec], config: Config, world: int) -> dict[str
                 room -= spec.numel
                 stays = found[spec.name]
                 found[spec.name] = replace(stays, optim=Place(stays.optim.split), grad=Place(stays.grad.split))
-    return found
+    return [found[spec.name] for spec in specs]
 
 
 def budgets_of(config: Config, units: Mapping[str, Unit], element_bytes: int) -> Budgets:

@@ -37,22 +37,30 @@ class Limits:
     def activations(self) -> ActivationBytes:
         return ActivationBytes(self.activation_bytes, 0, 0, "what the configuration leaves to them", forward_flops=1)
 
+    def with_gradients(self, *, wide: bool) -> Limits:
+        return replace(self, job=replace(self.job, wide_gradients=wide))
+
 
 class Pooled(NamedTuple):
-    """Where units rest, and how many slots of staging leave them room."""
+    """Where units rest, how many slots of staging leave them room, and whether gradients on the host have 32 bits."""
 
     placements: list[Placement]
     slots: int
+    wide: bool
 
 
 def place_in_pool(units: Sequence[Run], limits: Limits) -> Pooled:
     """Use the device and the host as one memory: the states of each unit go to the nearest tier with room. The first ones of the
-    forward stay on the device, where they are updated at once, and the host has time for the rest."""
+    forward stay on the device, where they are updated at once, and the host has time for the rest. Wide gradients are for where
+    they push nothing away."""
+    asked = limits.job.wide_gradients
+    limits = limits.with_gradients(wide=bool(asked))
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
     for tried in _by_staging(limits):
         placed = pool(units, lambda _: limits.activations, tried.machine, job, automatic=False, tiles=False)
         if _forecast(placed, tried).fits:
-            return Pooled([placement for run, placement in placed for _ in range(run.repeat)], tried.machine.slots)
+            wide = _forecast(placed, tried.with_gradients(wide=True)).fits if asked is None else asked
+            return Pooled([placement for run, placement in placed for _ in range(run.repeat)], tried.machine.slots, wide)
     where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
     farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], tried)
     raise PlacementError(

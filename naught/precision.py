@@ -25,14 +25,14 @@ class Precision:
 
     Where weights have 16 bits there are 32-bit masters, and an update works on those. `wire` is None where gradients
     travel as they are. If they all `leave` after each micro-batch, no sum is taken where they are collected. On the host sums
-    are kept `wide`, in the 32 bits that an update needs.
+    are kept `wide`, in the 32 bits that an update needs; None: where a pool has room for that.
     """
 
     weights: torch.dtype
     sums: torch.dtype
     wire: torch.dtype | None = None
     leave: bool = False
-    wide: bool = False
+    wide: bool | None = False
 
     def weights_of(self, param: torch.Tensor) -> torch.dtype:
         """The type of a parameter's weights: only 32-bit floats are lowered."""
@@ -60,7 +60,7 @@ def precision_of(config: Config, accumulation: int) -> Precision:
     sums = DTYPES[accumulated] if accumulated else (torch.float32 if accumulation > 1 else weights)
     wire = config.communication_data_type
     ours = config.naught
-    wide = ours.placement == "stage" if ours.wide_gradients is None else ours.wide_gradients
+    wide = True if ours.wide_gradients is None and ours.placement == "stage" else ours.wide_gradients
     return Precision(weights, sums, DTYPES[wire] if wire else None, leave=ours.reduce_every_micro_batch, wide=wide)
 
 

@@ -295,6 +295,28 @@ def test_the_pool_puts_the_first_units_on_the_device_and_trains_alike(worlds):
     assert all(run[3] for run in (everything, some, little)), "what was planned is what was held"
 
 
+def gradients_in_pool(host: int | str, wide: bool | None) -> tuple[list[float], set[torch.dtype], list[str], int]:
+    """Losses; types of the sums that wait on the host, where units rest, and what the host holds."""
+    ours = {"placement": "auto", "gpu_memory": "300kB", "host_memory": host, "activation_memory": 1, "wide_gradients": wide}
+    engine = start(3, more=BF16 | {"naught": ours}, clip=0.5, stage3_param_persistence_threshold=0)
+    losses = take_steps(engine, 3)
+    segments = [segment for unit in engine.schedule.units.values() for segment in unit.trained if segment.remote]
+    places = [str(unit.placement) for unit in engine.schedule.units.values()]
+    held = sum(nbytes for name, nbytes in engine.planned().items() if name.startswith("host "))
+    engine.destroy()
+    return losses, {segment.grads.owned.dtype for segment in segments}, places, held
+
+
+@pytest.mark.skipif(ON_GPU, reason="an accelerator hands out no less than 2 MB")
+def test_gradients_on_the_host_are_wide_where_a_pool_has_room_for_that():
+    """And nothing rests elsewhere because of it."""
+    narrow = gradients_in_pool("90MB", False)
+    assert narrow[1] == {torch.bfloat16}
+    assert gradients_in_pool("90MB", None) == (narrow[0], {torch.float32}, narrow[2], gradients_in_pool("90MB", True)[3])
+    tight = gradients_in_pool(narrow[3] + 1000, None)
+    assert tight == narrow
+
+
 def refused() -> str:
     with pytest.raises(PlacementError) as found:
         pooled("200kB", "100kB")

@@ -95,7 +95,7 @@ class Naught(Block):
         Key(
             "gradients that wait on the host have 32 bits, as its update needs them: faster, for 2 bytes more of every parameter "
             "there; the result is the same",
-            "unless the memory is pooled",
+            "in a pool only where that pushes nothing away",
         ),
     ] = None
     delay_update_after: Annotated[

@@ -22,8 +22,9 @@ from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.modules import model_of
 from naught.placement import PLACEMENTS, Tier
-from naught.pooling import place_in_pool
+from naught.pooling import Pooled, place_in_pool
 from naught.precision import precision_of
+from naught.shapes import Run
 from naught.sizes import PlacedRun
 from naught.tiers import limits_of_bytes
 from naught.trace import trace_activations
@@ -66,8 +67,9 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
     held = _most(activations, checkpointing)
     placed = [PlacedRun(run, placement_of(recipe)) for run in runs]
     if recipe.naught.placement != "stage":
-        placed, slots = _pooled(model, recipe, batch, world, held)
-        machine = replace(machine, slots=slots)
+        units, pooled = _pooled(model, recipe, batch, world, held)
+        placed = [PlacedRun(*pair) for pair in zip(units, pooled.placements, strict=True)]
+        machine, job = replace(machine, slots=pooled.slots), replace(job, wide_gradients=pooled.wide)
     found = forecast("run", placed, activations, machine, job)
     whole = forecast("run", [PlacedRun(run, PLACEMENTS["stage0"]) for run in runs], activations, machine, job)
     memory = {category.value: nbytes for category, nbytes in found.memory[Tier.DEVICE].items()}
@@ -86,8 +88,8 @@ def _most(activations: ActivationBytes, checkpointing: Checkpointing) -> int:
     return kept + activations.gradient
 
 
-def _pooled(model: nn.Module, recipe: Recipe, batch: Batch, world: int, activation_bytes: int) -> tuple[list[PlacedRun], int]:
-    """Every unit as the pool will place it, on a machine whose ranks have as much as this one; and the slots of staging."""
+def _pooled(model: nn.Module, recipe: Recipe, batch: Batch, world: int, activation_bytes: int) -> tuple[list[Run], Pooled]:
+    """Every unit, and how the pool will place it, on a machine whose ranks have as much as this one."""
     device = torch.device(get_accelerator().current_device_name())
     gpu, host = recipe.naught.gpu_memory or room_on(device).free, recipe.naught.host_memory or free_host_bytes()
     moments = int(byte_recipe(dtype_of(recipe), _optimizer(recipe)).moments) // 4
@@ -95,8 +97,7 @@ def _pooled(model: nn.Module, recipe: Recipe, batch: Batch, world: int, activati
     if recipe.naught.activation_memory is None:
         limits = replace(limits, activation_bytes=activation_bytes)
     units = [run._replace(repeat=1) for run in model_of(model).runs for _ in range(run.repeat)]
-    pooled = place_in_pool(units, limits)
-    return [PlacedRun(unit, place) for unit, place in zip(units, pooled.placements, strict=True)], pooled.slots
+    return units, place_in_pool(units, limits)
 
 
 def dtype_of(recipe: Recipe) -> str:
