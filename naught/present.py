@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from naught.comm import World, standing
-from naught.comm.launch import local_ranks
 from naught.devices import free_host_bytes, room_on
 from naught.errors import UsageError
 from naught.machine import Machine, detect
+from naught.seats import local_ranks
 
 __all__ = ["Present", "present"]
 

@@ -21,7 +21,6 @@ from naught.born import splits
 from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
 from naught.comm import Among, Group, Ledger, Lineup, Mean, lineup_of, local_of, make_group, standing
-from naught.comm.launch import find_seat
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
 from naught.devices import device_for, keep_freed_pages, limit_memory
@@ -38,6 +37,7 @@ from naught.rates import RateSchedule
 from naught.rules import RULES
 from naught.saved import Saves
 from naught.schedule import Schedule
+from naught.seats import find_seat
 from naught.spill import Stored
 from naught.stepping import Scheduler, Stepping
 from naught.tiers import activation_rest, job_of, limits_here

@@ -13,7 +13,6 @@ import torch
 from naught.activation_disk import OnDisk
 from naught.activation_rests import OnDevice, OnHost, Rest
 from naught.comm import Group
-from naught.comm.launch import local_rank
 from naught.config import Config, placement_of
 from naught.disk_side import DiskSide
 from naught.ferry import Ferry
@@ -29,6 +28,7 @@ from naught.pooling import Limits
 from naught.precision import Precision
 from naught.present import present
 from naught.rota import Rota
+from naught.seats import local_rank
 from naught.shelves import HostShelf
 from naught.spill import Desk
 from naught.spill_file import NoFile, UnnamedFile

@@ -15,7 +15,6 @@ from naught import comm
 from naught.accelerator import get_accelerator
 from naught.born import Keeping, Nursery, lend, split, take_back
 from naught.comm import Ledger, lineup_of, make_group
-from naught.comm.launch import find_seat
 from naught.config import Config, load, placement_of
 from naught.dividing import refuse_divided, tile_linears
 from naught.engine import Engine, engines
@@ -32,6 +31,7 @@ from naught.needs import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from naught.placement import Tier
+from naught.seats import find_seat
 from naught.spill import Stored
 from naught.tiers import disk_folder, disk_side
 from naught.tiled import TiledEmbedding, TiledLinear, chunked_cross_entropy

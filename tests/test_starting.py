@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from naught import comm
-from naught.comm.launch import Seat, expand_hosts, find_seat
 from naught.comm.listening import meeting_store, stay_on_this_machine
 from naught.errors import UsageError
+from naught.seats import Seat, expand_hosts, find_seat
 
 ROOT = Path(__file__).parent.parent
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "TORCHELASTIC_", "DS_", "DEEPSPEED_")

@@ -58,7 +58,7 @@ LAYERS = [
         "config.resolving",
     ],
     ["config.batch", "config.placing", "config.schema_json", "config.starters", "config"],
-    ["loss_scale", "rates", "accumulation"],
+    ["loss_scale", "rates", "accumulation", "seats"],
     [
         *(f"report.{name}" for name in ("documents", "records", "run_data", "series", "html", "charts", "bars", "words")),
         *(f"report.{name}" for name in ("figures", "memory", "comparing", "page", "run_charts", "facts", "tiles", "panels")),
@@ -99,7 +99,6 @@ LAYERS = [
         "comm.imagined",
         "comm.turns",
         "comm.rehearsed",
-        "comm.launch",
         "comm.listening",
         "comm.starting",
         "comm.agent",

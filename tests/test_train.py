@@ -137,6 +137,7 @@ def to_rank(rank: int, number: int) -> Callable[[int], None]:
 def test_a_run_trains_and_leaves_a_folder_that_says_all(place):
     ended = train("steps=12", "save_every=5", "eval_every=6", "--keep", "1", "--dtype", "bf16", "--name", "mine")
     assert ended.returncode == 0, ended.stderr
+    assert ": too little to tell from what libraries take" in ended.stdout
     run = place / "runs" / "0001-mine"
     assert sorted(path.name for path in run.iterdir()) == [
         *("ckpt", "command.txt", "config.json", "env.json", "logs", "metrics.csv", "metrics.jsonl", "report.html", "run.json")

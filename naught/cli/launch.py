@@ -8,8 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-from naught.comm.launch import find_seat
 from naught.errors import UsageError
+from naught.seats import find_seat
 
 __all__ = ["default_ranks", "run_launch"]
 

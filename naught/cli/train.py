@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from naught.cli.launch import default_ranks
-from naught.comm.launch import find_seat
 from naught.config.recipe import DEMO_MODEL
 from naught.config.resolving import Override, Resolved, parse_override, resolve
 from naught.errors import ConfigError, Problem, UsageError
 from naught.run_folders import find_run
+from naught.seats import find_seat
 
 __all__ = ["run_train"]
 

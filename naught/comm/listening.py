@@ -10,8 +10,8 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from naught.comm.launch import Seat
 from naught.errors import UsageError
+from naught.seats import Seat
 
 __all__ = ["meeting_store", "stay_on_this_machine"]
 

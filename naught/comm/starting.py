@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from naught.accelerator import get_accelerator
-from naught.comm.launch import DEFAULT_PORT, Seat, find_seat, local_ranks, number
 from naught.comm.listening import meeting_store, stay_on_this_machine
 from naught.comm.standing import is_initialized, standing
 from naught.errors import UsageError
+from naught.seats import DEFAULT_PORT, Seat, find_seat, local_ranks, number
 
 __all__ = ["get_local_rank", "init_distributed", "shares_device", "shut_down"]
 

@@ -78,7 +78,7 @@ _LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE"), "Slurm": ("SLURM_PROCID",), "O
 
 def seat_of(env: Mapping[str, str]) -> Finding:
     """What a launcher's variables make of this process. Raises what training would raise."""
-    from naught.comm.launch import find_seat
+    from naught.seats import find_seat
 
     found = [name for name, variables in _LAUNCHERS.items() if any(variable in env for variable in variables)]
     seat = find_seat(env)

@@ -1,4 +1,4 @@
-"""Launch: what a launcher's environment says of this process. Pure: it reads a mapping and starts nothing."""
+"""Seats: which rank a launcher's environment says that this process is. Pure: it reads a mapping and starts nothing."""
 
 from __future__ import annotations
 
