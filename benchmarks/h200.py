@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -106,6 +107,7 @@ def main() -> None:
     if options.one:
         _print_one(json.loads(options.one))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that whoever ends this ends the row that is running
     rows = TABLES[options.table]
     if options.only:
         wanted = options.only.split(",")
