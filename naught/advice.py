@@ -51,8 +51,8 @@ def advise(model: Model, activations: Activations | None, machine: Machine, job:
     small = _small(job)
     pooled = pool(model.runs, measure, machine, small, automatic=automatic)
     rows.append(best_forecast(POOLED, pooled, measure, machine, small, automatic=automatic))
-    if job.wide_gradients is None:  # where they push nothing away
-        wide = best_forecast(POOLED, pooled, measure, machine, job, automatic=automatic)
+    if job.wide_gradients is None:  # as `place_in_pool` has it: where they push nothing away
+        wide = best_forecast(POOLED, pooled, measure, machine, replace(job, wide_gradients=True), automatic=automatic)
         if wide.fits and (wide.tiles, wide.checkpointing) == (rows[-1].tiles, rows[-1].checkpointing):
             rows[-1] = wide
     largest = {row.name: largest_numel(row.name, machine, job, automatic=automatic) for row in rows}

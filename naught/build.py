@@ -27,7 +27,7 @@ from naught.local_parts import is_repeated
 from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Place, Placement, Tier
-from naught.pooling import Limits, Pooled, place_in_pool, refuse_full_disk, slots_beside
+from naught.pooling import Arrangement, Limits, place_in_pool, refuse_full_disk, slots_beside
 from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.present import present
 from naught.segment import Segment
@@ -170,17 +170,17 @@ def build_units(
     rules = UnitRules(frozenset(leaf.classes), names, frozenset(leaf.name_suffixes))
     repeated = is_repeated(model, around.group.lineup)
     specs = find_units(describe(model, dtypes, membership.has, repeated), rules)
-    pooled = _placements(specs, config, around.group.parts, around.limits)
-    placements = dict(zip((spec.name for spec in specs), pooled.placements, strict=True))
-    precision = replace(precision, wide=pooled.wide)
-    group, device, meter, share, job, _ = around
+    group, device, meter, share, job, limits = around
+    arranged = _arrange(specs, config, group.parts, limits, wide=bool(precision.wide))
+    placements = dict(zip((spec.name for spec in specs), arranged.placements, strict=True))
+    precision = replace(precision, wide=arranged.wide)
     folder = disk_folder(config)
     if folder is not None:
         with group.together():
             placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.parts, present().disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
-    host = host_side(config, device, meter, largest, pooled.slots)
+    host = host_side(config, device, meter, largest, arranged.slots)
     with group.together():
         disk = disk_side(config, device, meter, largest)
     pool = Pool(device, private=config.naught.private_pool)
@@ -236,15 +236,14 @@ def _refuse_model(model: nn.Module) -> None:
             )
 
 
-def _placements(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None) -> Pooled:
-    """Each unit as the configuration says, within limits if it sets any."""
-    wide = config.naught.wide_gradients is not False
+def _arrange(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None, *, wide: bool) -> Arrangement:
+    """Each unit as the configuration says, within limits if it sets any. A pool decides by itself how wide gradients are."""
     if limits is None:
-        return Pooled(_by_stage(specs, config, world), MOST_SLOTS, wide)
+        return Arrangement(_by_stage(specs, config, world), MOST_SLOTS, wide)
     runs = [_run(spec, world) for spec in specs]
     if config.naught.placement == "stage":
         found = _by_stage(specs, config, world)
-        return Pooled(found, slots_beside([PlacedRun(*pair) for pair in zip(runs, found, strict=True)], limits), wide)
+        return Arrangement(found, slots_beside([PlacedRun(*pair) for pair in zip(runs, found, strict=True)], limits), wide)
     return place_in_pool(runs, limits)
 
 

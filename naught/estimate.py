@@ -97,9 +97,7 @@ def forecast(
     going = cells[Category.ACTIVATIONS] + cells[Category.CHECKPOINTS]
     resting = cells[Category.GRADIENTS] if job.accumulation == 1 else 0  # else they are there from the first micro-batch on
     coming = resting + work.flats
-    traffic = traffic_of(placed, activations, machine.ranks, job)
-    if machine.unified:  # a device that is the host has no link to it
-        traffic = traffic._replace(up=0, down=0)
+    traffic = traffic_of(placed, activations, machine, job)
     return Forecast(
         name=name,
         memory=MappingProxyType({tier: MappingProxyType(cells) for tier, cells in memory.items()}),

@@ -46,7 +46,7 @@ class Job:
     fused_attention: bool = True
     summed_grad: int = 4
     host_sums: int = 1  # that the host has room for
-    wide_gradients: bool | None = None  # on the host, as its update needs them; None: unless memory is pooled
+    wide_gradients: bool | None = None  # on the host, as its update needs them; None: in a pool only where there is room
 
     def __post_init__(self) -> None:
         if min(self.micro_batch, self.seq, self.accumulation) < 1:

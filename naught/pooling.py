@@ -17,7 +17,7 @@ from naught.quantity import show_bytes
 from naught.shapes import Run
 from naught.sizes import PlacedRun, resting_bytes
 
-__all__ = ["Limits", "Pooled", "place_in_pool", "refuse_full_disk", "slots_beside"]
+__all__ = ["Arrangement", "Limits", "place_in_pool", "refuse_full_disk", "slots_beside"]
 
 _TILES = (2, 4, 8, 16, 32, 64)
 _FEWER = "; fewer or smaller requests of the disk (aio.queue_depth, aio.block_size) need smaller buffers on the host"
@@ -41,7 +41,7 @@ class Limits:
         return replace(self, job=replace(self.job, wide_gradients=wide))
 
 
-class Pooled(NamedTuple):
+class Arrangement(NamedTuple):
     """Where units rest, how many slots of staging leave them room, and whether gradients on the host have 32 bits."""
 
     placements: list[Placement]
@@ -49,7 +49,7 @@ class Pooled(NamedTuple):
     wide: bool
 
 
-def place_in_pool(units: Sequence[Run], limits: Limits) -> Pooled:
+def place_in_pool(units: Sequence[Run], limits: Limits) -> Arrangement:
     """Use the device and the host as one memory: the states of each unit go to the nearest tier with room. The first ones of the
     forward stay on the device, where they are updated at once, and the host has time for the rest. Wide gradients are for where
     they push nothing away."""
@@ -60,7 +60,7 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> Pooled:
         placed = pool(units, lambda _: limits.activations, tried.machine, job, automatic=False, tiles=False)
         if _forecast(placed, tried).fits:
             wide = _forecast(placed, tried.with_gradients(wide=True)).fits if asked is None else asked
-            return Pooled([placement for run, placement in placed for _ in range(run.repeat)], tried.machine.slots, wide)
+            return Arrangement([placement for run, placement in placed for _ in range(run.repeat)], tried.machine.slots, wide)
     where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
     farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], tried)
     raise PlacementError(

@@ -49,8 +49,9 @@ class Traffic(NamedTuple):
         return self.up + self.down
 
 
-def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world: int, job: Job) -> Traffic:
+def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machine: Machine, job: Job) -> Traffic:
     """Bytes of one step and rank: through collectives, between host and device, to and from the disk."""
+    world = machine.ranks
     gathered = reduced = up = down = disk = 0
     passes, wire = job.accumulation, job.recipe.grad
     last = max((at for at, (run, _) in enumerate(placed) if not run.outer), default=-1)
@@ -94,6 +95,8 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, world:
     if job.checkpointing.tier is Tier.DISK:
         disk += 2 * activations.checkpoints * passes
     volume = {"all-gather": gathered * (world - 1) // world, "reduce-scatter": reduced * (world - 1) // world}
+    if machine.unified:  # a device that is the host has no link to it
+        up = down = 0
     return Traffic(volume, up, down, disk)
 
 

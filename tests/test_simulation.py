@@ -669,5 +669,5 @@ def test_the_planner_knows_what_goes_over_the_link(name):
     found = simulate_gpt(shape, config_of(stage, more=BF16, **zero), World(4), Batch(2, 128, recomputes=True)).moved
     moved = sum(nbytes for where, nbytes in found.items() if where.startswith("to the"))
     placed = [PlacedRun(run, PLACEMENTS[name]) for run in shape.runs]
-    planned = traffic_of(placed, ActivationBytes(0, 0, 0, ""), 4, Job(recipe=recipe("bf16"))).link
+    planned = traffic_of(placed, ActivationBytes(0, 0, 0, ""), Machine(ranks=4), Job(recipe=recipe("bf16"))).link
     assert moved == (planned if param is None else pytest.approx(planned, rel=0.06))

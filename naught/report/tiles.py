@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from naught.quantity import show_bytes
 from naught.report import words
 from naught.report.figures import Figures, Point, figures_of
 from naught.report.html import Html, element
@@ -88,7 +87,7 @@ def say_plan(figures: Figures, plan: Plan | None) -> str:
     if plan is None:
         return "there is no plan to hold it against"
     error = figures.plan_error(plan.total)
-    return f"plan {show_bytes(plan.total)}" + (f", {words.signed_percent(error)}" if error is not None else "")
+    return words.against_plan(plan.total, f", {words.signed_percent(error)}" if error is not None else "")
 
 
 def _waiting(figures: Figures) -> _Tile | None:

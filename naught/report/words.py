@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 
 from naught.quantity import show_bytes, show_count, show_seconds
 
-__all__ = ["bits", "counted", "loss", "moment", "optional_bytes", "percent", "rate", "seconds", "signed_percent"]
+__all__ = ["against_plan", "bits", "counted", "loss", "moment", "optional_bytes", "percent", "rate", "seconds", "signed_percent"]
 
 _NONE = "-"
+_LEAST_TELLING_BYTES = 16 << 20  # libraries take a MB or two by themselves
 
 
 def loss(value: float | None) -> str:
@@ -53,3 +54,9 @@ def moment(text: str) -> str:
     except ValueError:
         return text
     return f"{when.astimezone(UTC):%Y-%m-%d %H:%M} UTC" if when.tzinfo else f"{when:%Y-%m-%d %H:%M}"
+
+
+def against_plan(plan_bytes: float, told: str) -> str:
+    """A plan, and what was told of how far off it is; but not where nobody could tell."""
+    plan = f"plan {show_bytes(plan_bytes)}"
+    return f"{plan}: too little to tell from what libraries take" if plan_bytes < _LEAST_TELLING_BYTES else plan + told

@@ -22,7 +22,7 @@ from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.modules import model_of
 from naught.placement import PLACEMENTS, Tier
-from naught.pooling import Pooled, place_in_pool
+from naught.pooling import Arrangement, place_in_pool
 from naught.precision import precision_of
 from naught.shapes import Run
 from naught.sizes import PlacedRun
@@ -67,9 +67,9 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
     held = _most(activations, checkpointing)
     placed = [PlacedRun(run, placement_of(recipe)) for run in runs]
     if recipe.naught.placement != "stage":
-        units, pooled = _pooled(model, recipe, batch, world, held)
-        placed = [PlacedRun(*pair) for pair in zip(units, pooled.placements, strict=True)]
-        machine, job = replace(machine, slots=pooled.slots), replace(job, wide_gradients=pooled.wide)
+        units, arranged = _pooled(model, recipe, batch, world, held)
+        placed = [PlacedRun(*pair) for pair in zip(units, arranged.placements, strict=True)]
+        machine, job = replace(machine, slots=arranged.slots), replace(job, wide_gradients=arranged.wide)
     found = forecast("run", placed, activations, machine, job)
     whole = forecast("run", [PlacedRun(run, PLACEMENTS["stage0"]) for run in runs], activations, machine, job)
     memory = {category.value: nbytes for category, nbytes in found.memory[Tier.DEVICE].items()}
@@ -88,7 +88,7 @@ def _most(activations: ActivationBytes, checkpointing: Checkpointing) -> int:
     return kept + activations.gradient
 
 
-def _pooled(model: nn.Module, recipe: Recipe, batch: Batch, world: int, activation_bytes: int) -> tuple[list[Run], Pooled]:
+def _pooled(model: nn.Module, recipe: Recipe, batch: Batch, world: int, activation_bytes: int) -> tuple[list[Run], Arrangement]:
     """Every unit, and how the pool will place it, on a machine whose ranks have as much as this one."""
     device = torch.device(get_accelerator().current_device_name())
     gpu, host = recipe.naught.gpu_memory or room_on(device).free, recipe.naught.host_memory or free_host_bytes()

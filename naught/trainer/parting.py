@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from naught.quantity import show_bytes, show_clock
 from naught.report import write_report
+from naught.report.words import against_plan
 from naught.trainer.console import Console
 from naught.trainer.introducing import Introduction
 from naught.trainer.run_folder import RunFolder, shown_path
@@ -51,13 +52,6 @@ def _done(run: RunFolder, training: Training, outcome: Outcome, introduction: In
         told += f"  {bits:.3f} bits per byte" + (f" ({yardsticks})" if yardsticks else "")
     yield "done", told
     if measures.most_bytes:
-        yield "memory", f"peak {show_bytes(measures.most_bytes)} a rank, {_beside(measures.expected.total, measures.most_bytes)}"
-
-
-_TELLING_BYTES = 16 << 20  # libraries take a MB or two by themselves
-
-
-def _beside(plan: int, peak: int) -> str:
-    if plan < _TELLING_BYTES:
-        return f"plan {show_bytes(plan)}: too little to tell from what libraries take"
-    return f"plan {show_bytes(plan)} ({round(100 * (peak / plan - 1)):+d}%)"
+        plan = measures.expected.total
+        told = against_plan(plan, f" ({round(100 * (measures.most_bytes / plan - 1)):+d}%)")
+        yield "memory", f"peak {show_bytes(measures.most_bytes)} a rank, {told}"
