@@ -186,8 +186,10 @@ class AllReduces(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def partitioned(block: dict[str, Any] | None) -> tuple[list[float], str, int, int, dict[str, int]]:
-    more = {} if block is None else {"more": {"activation_checkpointing": block}}
+def partitioned(
+    block: dict[str, Any] | None, ours: dict[str, Any] | None = None
+) -> tuple[list[float], str, int, int, dict[str, int]]:
+    more = {} if block is None else {"more": {"activation_checkpointing": block, "naught": ours or {}}}
     engine = start(0, **more)
     part = mesh_of(2, 2)["dp"].get_local_rank()
     with AllReduces() as seen:
@@ -199,12 +201,14 @@ def partitioned(block: dict[str, Any] | None) -> tuple[list[float], str, int, in
     return losses, digest_of(engine.module), sent, seen.nbytes, peak
 
 
-def test_checkpoints_are_split_over_the_ranks_that_have_a_model_together(worlds):
+def test_checkpoints_are_split_over_the_ranks_that_have_a_model_together(worlds, tmp_path):
     """ZeRO-R: an all-gather of each checkpoint, a twelfth of what tensor parallelism itself sends for a block."""
     plain = worlds[4].run(partitioned, None)
     split = worlds[4].run(partitioned, {"partition_activations": True})
     away = worlds[4].run(partitioned, {"partition_activations": True, "cpu_checkpointing": True})
-    for (losses, weights, _, reduced, _), *others in zip(plain, split, away, strict=True):
+    on_disk = {"activations": "disk", "nvme_path": str(tmp_path)}
+    below = worlds[4].run(partitioned, {"partition_activations": True}, on_disk)
+    for (losses, weights, _, reduced, _), *others in zip(plain, split, away, below, strict=True):
         for other in others:
             assert other[:2] == (losses, weights)
             assert other[2] == 2 * LAYERS * MESSAGE // 2  # steps, checkpoints; a rank of two sends its half
@@ -214,6 +218,7 @@ def test_checkpoints_are_split_over_the_ranks_that_have_a_model_together(worlds)
             by_ranks = 2 * blocks // 2  # a rank of two sends half in a reduce-scatter, and half in an all-gather
             assert 12 * other[2] == by_ranks
         assert others[1][4]["host activations"] == LAYERS * MESSAGE // 2
+        assert others[2][4]["disk activations"] >= LAYERS * MESSAGE // 2
 
 
 def save(folder: str) -> tuple[list[float], str]:
