@@ -107,7 +107,7 @@ def digest_of_what_is_trained(engine: Engine) -> str:
 def _digest_of_states(engine: Engine, segments: list[Segment]) -> str:
     """With one exchange for all of them."""
     found = [
-        (segment, name, state.element_size(), state.contiguous().view(-1).view(torch.uint8))
+        (segment, name, state.element_size(), state.contiguous().view(-1).view(torch.uint8).cpu())
         for segment in segments
         for name, state in sorted((segment.states.moments | {"weights": segment.exact}).items())
     ]
