@@ -2,7 +2,7 @@
 and the update alone.
 
 python benchmarks/host_update.py                     # the 1.64B model of h200.py on a GPU, a tiny one on a CPU
-python benchmarks/host_update.py --stage 3 --piece 8388608
+python benchmarks/host_update.py --stage 3 --piece 1048576
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--piece", type=int, help="bytes of gradients that a thread updates at a time")
+    parser.add_argument("--piece", type=int, help="elements that a thread updates at a time")
     options = parser.parse_args()
     if options.piece:
-        update._HOST_BYTES = options.piece
+        update._PIECE_NUMEL = options.piece
     on_gpu = torch.cuda.is_available()
     layers, width, heads, batch, seq, vocab = (48, 1600, 25, 8, 1024, 50304) if on_gpu else (4, 64, 4, 2, 64, 512)
     with torch.device("cuda" if on_gpu else "cpu"):

@@ -177,6 +177,7 @@ def _serve(queue: _Queue, core: int | None, ready: threading.Barrier, alone: boo
         me = (os.PRIO_PROCESS, threading.get_native_id())
         os.setpriority(*me, max(_NICE, os.getpriority(*me)))
     if not alone:  # else it has as many threads as training
+        torch.get_num_threads()  # a thread that has not asked yet takes up the process's number in its first loop
         torch.set_num_threads(1)
     ready.wait()
     while queue.do_one():

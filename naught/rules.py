@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +24,13 @@ class Part(NamedTuple):
     step: int
     group: int
     after: tuple[Callable[[], object], ...] = ()  # what is to be done once they are updated
+
+    def split(self, numel: int) -> Iterator[Part]:
+        """The same, so many elements at a time. What is to be done once all are updated is left to whoever splits them."""
+        states = {name: torch.split(state, numel) for name, state in self.states.items()}
+        for at, (weights, grads) in enumerate(zip(torch.split(self.weights, numel), torch.split(self.grads, numel), strict=True)):
+            here = {name: pieces[at] for name, pieces in states.items()}
+            yield Part(weights, grads, here, self.numbers, self.step, self.group)
 
 
 class Rule(Protocol):

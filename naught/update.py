@@ -11,11 +11,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from naught.block_norms import in_order, numbers_of
 from naught.comm import Group
 from naught.disk_sum import DiskSum
 from naught.errors import UsageError
+from naught.host_crew import Crew
 from naught.husks import Husks, check_husks, untouched
 from naught.rules import Part
 from naught.segment import Segment
@@ -30,7 +32,8 @@ __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
-_HOST_BYTES = 1 << 24  # of gradients that a thread updates at a time on the host: with less, threads wait for each other's Python
+_PIECE_NUMEL = 1 << 22  # that a thread updates at a time on the host: with less, threads wait for each other's Python
+_BLOCK_NUMEL = 1 << 20  # the same of gradients that are widened or scaled first, which the rule finds nearer than in memory then
 
 
 class Norm(NamedTuple):
@@ -209,13 +212,11 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
     if states.lacks(how):  # what an update reads is not added to while it does
         segment.beside.wait()
     crew, masters, home, arrived = host.crew, states.masters, stash.home, stash.sent.arrived
-    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, _HOST_BYTES // home.itemsize)), used)
+    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, _PIECE_NUMEL)), used)
 
     def update_piece(at: int) -> None:
         arrived.wait()
-        part = states.part(cuts[at], masters, home)
-        wide = part.grads if part.grads.dtype == torch.float32 else crew.scratch(part.grads.numel()).copy_(part.grads)
-        _take([part._replace(grads=wide)], how, coefficient)
+        _take_on_host(states.part(cuts[at], masters, home), how, coefficient, crew)
 
     if how.rule.defers:
         segment.update_beside(len(cuts), update_piece, delayed=delayed)
@@ -273,6 +274,27 @@ def _take(parts: Sequence[Part], how: Updating, coefficient: float) -> None:
     for part in parts:
         for do in part.after:
             do()
+
+
+def _take_on_host(part: Part, how: Updating, coefficient: float, crew: Crew) -> None:
+    """The same of one part, whose gradients stay as they are: those that have to be widened or scaled are so in a room, a block
+    at a time, since the host's memory is what an update waits for."""
+    hyper = how.hypers[part.group]
+    if part.grads.dtype == torch.float32 and coefficient == 1.0:
+        how.rule.update([part], hyper)
+    else:
+        for block in [part] if how.rule.apart else part.split(_BLOCK_NUMEL):
+            room = crew.scratch(block.grads.numel())
+            how.rule.update([block._replace(grads=_scaled(block.grads, coefficient, room))], hyper)
+    for do in part.after:
+        do()
+
+
+def _scaled(grads: Tensor, coefficient: float, room: Tensor) -> Tensor:
+    """In 32 bits, in a room."""
+    if grads.dtype == torch.float32:
+        return torch.mul(grads, coefficient, out=room)
+    return room.copy_(grads).mul_(coefficient) if coefficient != 1.0 else room.copy_(grads)
 
 
 def _tell_autograd(units: Sequence[Unit]) -> None:

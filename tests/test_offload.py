@@ -110,6 +110,21 @@ def test_more_ranks_micro_batches_and_precisions(worlds, name, size, accumulatio
     assert worlds[size].run(train, name, stage, **options, **zero) == near
 
 
+@pytest.mark.parametrize("more", [BF16, NARROW, SUMMED_IN_16 | {"naught": {"wide_gradients": False}}, {}])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_the_host_may_update_in_pieces_and_blocks_of_any_size(monkeypatch, more, clip):
+    def trained() -> tuple[list[float], str]:
+        engine = start(2, more=more, clip=clip, offload_optimizer=HOST)
+        losses = take_steps(engine, 3)
+        assert not clip or engine.get_global_grad_norm() > clip
+        return losses, digest_in_32_bits(engine)
+
+    whole = trained()
+    monkeypatch.setattr("naught.update._PIECE_NUMEL", 512)
+    monkeypatch.setattr("naught.update._BLOCK_NUMEL", 64)
+    assert trained() == whole
+
+
 def held_on_host(more: dict, accumulation: int) -> tuple[dict[str, int], dict[str, int], int]:
     engine = start(3, more=more, accumulation=accumulation, **BOTH)
     take_steps(engine, 2 * accumulation)
@@ -440,6 +455,26 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch):
     assert cores_of(1, 2) == list(range(8, 15))
     assert [cores_of(rank, 16) for rank in (0, 15)] == [[0], [15]]
     assert cores_of(20, 32) == [4]
+
+
+@pytest.mark.parametrize(("cores", "each"), [(None, 3), ([0], 1), ([None, None], 1)])
+def test_a_thread_that_has_a_core_does_not_divide_a_loop_among_more_threads(cores, each):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    found: list[int] = []
+
+    def loop(_: int) -> None:
+        torch.zeros(1 << 20).mul_(2.0)  # long enough to be divided, which is when torch settles on a number of threads
+        found.append(torch.get_num_threads())
+
+    try:
+        crew = HostCrew(cores)
+        crew.ask(4, loop).result(10)
+        crew.stop()
+        assert found == [each] * 4
+        assert torch.get_num_threads() == 3, "training keeps its own number"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_states_rest_where_the_placement_says():
