@@ -10,7 +10,7 @@ from torch import Tensor
 
 from naught.comm import Group
 from naught.disk_side import DiskSide
-from naught.layout import Layout, Span, intersect
+from naught.layout import Layout, Span, intersect, pad
 from naught.moments import Held, Packed, Wide
 from naught.rules import Hyper, Part, Rule
 from naught.shelves import Shelf
@@ -177,16 +177,19 @@ class States:
         return {group: how.rule.states(how.hypers[group]) for group in dict.fromkeys(self.groups)}
 
     def _runs(self, used: Sequence[bool], *, apart: bool) -> Sequence[Cut]:
-        """Runs of used slots with one count and one group."""
+        """Runs of used slots with one count and one group. Unless slots are apart a run takes along the padding behind it, which
+        stays zero under every rule: a kernel may round the end of an odd length by itself, and runs end where ranks do."""
         whole = not apart and all(used)
         if whole and _is_one(self.steps) and _is_one(self.groups):  # as mostly
             return [Cut(Span(0, self.owned.numel), 0, self.steps[0] + 1, self.groups[0])]
         runs: list[Cut] = []
-        adjoins = False  # nothing but zeros lies behind the last run, and those stay zero under every rule
+        adjoins = False  # nothing lies behind the last run but what is next
         for index, was_used in enumerate(used):
             span = self.part_of(index)
             if not span.numel:
                 continue
+            if not apart:
+                span = Span(span.start, pad(span.stop, 1, self.layout.align))
             alike = Cut(span, index, self.steps[index] + 1, self.groups[index])
             if was_used and adjoins and runs[-1][2:] == alike[2:]:
                 runs[-1] = runs[-1]._replace(span=Span(runs[-1].span.start, span.stop))

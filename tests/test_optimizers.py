@@ -193,6 +193,43 @@ def named_with_groups(stage: int, more: dict[str, Any]) -> tuple[str, str]:
     return digest_of_weights(engine), digest_of_moments(engine)
 
 
+class OddEnds(nn.Module):
+    """Parameters of odd lengths, so placed that a boundary between two ranks' parts falls between two of one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.randn(numel)) for numel in (127, 63, 64))
+
+    def forward(self, x: torch.Tensor, *, third: bool = True) -> torch.Tensor:
+        parts = [self.first, self.second, *([self.third] if third else [])]
+        return sum((part.tanh().float() * x[:, : part.numel()]).mean() for part in parts)
+
+
+def trained_with_odd_ends(stage: int, more: dict[str, Any], zero: dict[str, Any]) -> str:
+    torch.manual_seed(0)
+    model = OddEnds().to(DEVICE)
+    groups = [{"params": [model.first, model.second]}, {"params": [model.third], "weight_decay": 0.0}]
+    engine = initialize(model=model, config=config_of(stage, clip=0.01, more=more, **zero), model_parameters=groups)[0]
+    for step in range(20):
+        x = torch.randn(2, 127, generator=torch.Generator().manual_seed(2 * step + my_rank())).to(DEVICE)
+        engine.backward(engine(x, third=step % 3 != 1))
+        engine.step()
+    return digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("more", [{}, {"naught": {"small_moments": True}}, {"bf16": {"enabled": True}}])
+def test_groups_of_odd_lengths_of_which_not_all_are_used_are_alike_in_every_placement(worlds, more):
+    split = {"stage3_param_persistence_threshold": 0}
+    near = [(0, {}), (1, {}), (2, {}), (3, split)]
+    far = [(stage, zero | {"offload_optimizer": {"device": "cpu"}}) for stage, zero in near[1:]]
+    for size in (1, 2, 3):
+        for places in (near, far) if DEVICE.type == "cuda" else (near + far,):
+            assert (
+                len({found for stage, zero in places for found in worlds[size].run(trained_with_odd_ends, stage, more, zero)})
+                == 1
+            )
+
+
 @pytest.mark.parametrize(("size", "more"), [(2, {}), (3, {"bf16": {"enabled": True}})])
 def test_a_named_optimizer_takes_groups_too_and_frozen_members(worlds, size, more):
     runs = [worlds[size].run(named_with_groups, stage, more) for stage in range(4)]
