@@ -40,10 +40,13 @@ class Beside:
         return self.updating
 
     def wait(self) -> None:
-        """Until no update is under way. One that failed is never over."""
+        """Until no update is under way, and nobody reads its result any more: the thread that has ended an update brings up new
+        weights afterwards. One that failed is never over."""
         if self.updating is not None:
             self.updating.result()
             self.updating = None
+        if self.coming is not None:
+            self.coming.wait_here()
 
     def bring(self, masters: Tensor, into: Tensor) -> Arrival:
         """Weights as the update leaves them."""

@@ -25,11 +25,14 @@ from training import (
 )
 
 from naught import initialize
+from naught.beside import Beside
 from naught.errors import ConfigError, PlacementError
+from naught.ferry import Arrival
 from naught.fragments import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 from naught.host_crew import HostCrew, cores_of
 from naught.placement import Tier
 from naught.rounding import fold, half_up, unfold
+from naught.streams import Point, here
 
 ON_GPU = str(DEVICE) != "cpu"
 HOST = {"device": "cpu"}
@@ -475,6 +478,31 @@ def test_a_thread_that_has_a_core_does_not_divide_a_loop_among_more_threads(core
         assert torch.get_num_threads() == 3, "training keeps its own number"
     finally:
         torch.set_num_threads(before)
+
+
+class SlowFerry:
+    """Brings what it is told to once somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.device, self.awaited, self.brought = torch.device("cpu"), threading.Event(), False
+
+    def bring(self, *_: object) -> Point:
+        assert self.awaited.wait(10)
+        self.brought = True
+        return here(self.device)
+
+
+def test_an_update_is_not_over_before_what_it_has_left_has_been_read(monkeypatch):
+    """Who waits for a future may go on before what is to be done behind it is done."""
+    crew, ferry = HostCrew(None), SlowFerry()
+    beside = Beside(crew, ferry, half_up)
+    beside.update(1, lambda _: None)
+    beside.coming = beside.bring(torch.zeros(1), torch.zeros(1))
+    waits = Arrival.wait_here
+    monkeypatch.setattr(Arrival, "wait_here", lambda arrival: (ferry.awaited.set(), waits(arrival)))
+    beside.wait()
+    assert ferry.brought
+    crew.stop()
 
 
 def test_states_rest_where_the_placement_says():
