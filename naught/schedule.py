@@ -86,8 +86,7 @@ class Schedule:
         self.current = None
         for unit in self.units.values():
             unit.settle()
-            unit.ready()
-            unit.release()
+            unit.give_up()
             unit.drop_reading()
 
     def forget_plans(self) -> None:

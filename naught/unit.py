@@ -94,6 +94,16 @@ class Unit:
                 segment.weights.release()
             self.present = not self.absentees
 
+    def give_up(self) -> None:
+        """Wait for the gather that is under way, if one is, and release. Of one that fails whoever gathers next is told."""
+        if any([pending.fails() for pending in self.pending]):  # all of them: a flat is not freed while something comes to it
+            self.pending.clear()
+            for segment in self.absentees:
+                segment.weights.release()
+        else:
+            self.ready()
+            self.release()
+
     def outdate(self, *, hide: bool) -> None:
         """Only the owners' slices are new: whole weights must be gathered before they are used again. Hidden, they read
         as NaN until then."""

@@ -33,6 +33,7 @@ from naught.host_crew import HostCrew, cores_of
 from naught.placement import Tier
 from naught.rounding import fold, half_up, unfold
 from naught.streams import Point, here
+from naught.update import _take_on_host
 
 ON_GPU = str(DEVICE) != "cpu"
 HOST = {"device": "cpu"}
@@ -494,10 +495,11 @@ class SlowFerry:
 
 def test_an_update_is_not_over_before_what_it_has_left_has_been_read(monkeypatch):
     """Who waits for a future may go on before what is to be done behind it is done."""
-    crew, ferry = HostCrew(None), SlowFerry()
+    crew, ferry, asked = HostCrew(None), SlowFerry(), threading.Event()
     beside = Beside(crew, ferry, half_up)
-    beside.update(1, lambda _: None)
+    beside.update(1, lambda _: asked.wait(10))
     beside.coming = beside.bring(torch.zeros(1), torch.zeros(1))
+    asked.set()
     waits = Arrival.wait_here
     monkeypatch.setattr(Arrival, "wait_here", lambda arrival: (ferry.awaited.set(), waits(arrival)))
     beside.wait()
@@ -572,3 +574,26 @@ def test_an_engine_whose_update_has_failed_can_be_destroyed():
     with pytest.raises(TypeError, match="eps"):
         engine.destroy()
     engine_of(MODELS["plain"](), config_of(2))  # and nothing is in the way of another
+
+
+@pytest.mark.parametrize("place", ["stage1-offload", "stage2-offload", "stage3-offload", "infinity-host"])
+def test_nothing_is_trained_with_weights_of_which_an_update_has_failed(monkeypatch, place):
+    stage, zero = PLACES[place]
+    engine = start(stage, **zero)
+    take_steps(engine, 1)
+    digest_of_weights(engine)  # once the first update is over
+    pieces: list[int] = []
+
+    def take_all_but_one(*args: object) -> None:
+        pieces.append(len(pieces))
+        if len(pieces) == 2:
+            raise MemoryError("of the second piece")
+        _take_on_host(*args)
+
+    monkeypatch.setattr("naught.update._take_on_host", take_all_but_one)
+    take_steps(engine, 1)
+    for _ in range(4):
+        with pytest.raises(MemoryError, match="of the second piece"):
+            take_steps(engine, 1)
+    with pytest.raises(MemoryError, match="of the second piece"):
+        engine.destroy()

@@ -122,7 +122,7 @@ class Group(Together):
         """Fill a flat in which every rank has put its own slice, or will have once it has waited for its own."""
         call = self.ledger.add("all-gather", unit, (self.parts - 1) * slices[self.part].nbytes)
         if own is not None and self.parts == 1:
-            return Pending(then=own.wait if self.size == 1 else partial(self._bring, own, slices[0]))
+            return Pending([own]) if self.size == 1 else Pending(then=partial(self._bring, own, slices[0]))
         if own is not None:
             self._bring(own, slices[self.part])
         with self._inside(call):

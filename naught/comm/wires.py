@@ -19,7 +19,7 @@ __all__ = ["Alone", "Collectives", "Peers", "Pending", "Wire", "all_gather_singl
 
 @dataclass
 class Pending:
-    """Something under way. Waiting twice is fine."""
+    """Something under way. Waiting twice is fine; work that has failed fails again."""
 
     works: list[Any] = field(default_factory=list)
     then: Callable[[], None] | None = None
@@ -31,6 +31,14 @@ class Pending:
         if self.then is not None:
             then, self.then = self.then, None
             then()
+
+    def fails(self) -> bool:
+        """Wait; whether it has failed, for who does not need it any more."""
+        try:
+            self.wait()
+        except Exception:
+            return True
+        return False
 
 
 _NOTHING = Pending()
