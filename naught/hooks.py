@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +100,12 @@ class Hooks:
         self._keep(module.register_forward_pre_hook(self._begin_of(module), prepend=True))
         self._keep(module.register_forward_hook(self._end_of(module), always_call=True))
         for param in large:
-            self._keep(param.register_post_accumulate_grad_hook(listener.made))  # type: ignore[no-untyped-call]
+            self._keep(_when_made(param, listener.made))
         self.pieces = pieces
         self.unmade: dict[str, set[nn.Parameter]] = {}  # gradients that tell, and are not made yet
         for name, params in pieces.items():
             for param in params:
-                self._keep(param.register_post_accumulate_grad_hook(self._made_of(name)))  # type: ignore[no-untyped-call]
+                self._keep(_when_made(param, self._made, name))
         for inner in module.modules():
             self._keep(inner.register_state_dict_pre_hook(_if_same(inner, listener.exported)))  # type: ignore[no-untyped-call]
             self._keep(inner.register_load_state_dict_pre_hook(_if_same(inner, listener.imported)))  # type: ignore[no-untyped-call]
@@ -208,18 +209,14 @@ class Hooks:
 
         return enter
 
-    def _made_of(self, unit: str) -> Callable[[nn.Parameter], None]:
+    def _made(self, unit: str, param: nn.Parameter) -> None:
         """A piece of a layer that was given nothing inside the graph is done when all of its gradients are made."""
-
-        def made(param: nn.Parameter) -> None:
-            waiting = self.unmade.get(unit)
-            if waiting is not None:
-                waiting.discard(param)
-                if not waiting:
-                    del self.unmade[unit]
-                    self._say_done(unit)
-
-        return made
+        waiting = self.unmade.get(unit)
+        if waiting is not None:
+            waiting.discard(param)
+            if not waiting:
+                del self.unmade[unit]
+                self._say_done(unit)
 
     def _watch(self, unit: str, inputs: Collection[Tensor]) -> None:
         """A unit's backward is over when these have their gradients."""
@@ -307,6 +304,19 @@ def _if_same(module: nn.Module, say: Callable[[], None]) -> Callable[..., None]:
             say()
 
     return heard
+
+
+def _when_made(param: nn.Parameter, say: Callable[..., None], *of: str) -> Any:
+    """Have it said when a gradient is made. Torch keeps such a hook where Python's collector does not look: it must not keep who
+    is told, and all that he has, when nobody else does any more."""
+    listens = WeakMethod(say)
+
+    def made(param: nn.Parameter) -> None:
+        heard = listens()
+        if heard is not None:
+            heard(*of, param)
+
+    return param.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 import torch
 from menagerie import MODELS
 from test_parity import EVERYTHING, SOAK, assert_ranks_agree
+from torch import nn
 from training import (
     DEVICE,
     batch_of,
@@ -564,6 +565,25 @@ def test_a_crew_that_nobody_has_any_more_ends():
     assert ghost() is None
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_an_engine_that_nobody_has_any_more_ends_its_crew(tiles):
+    """With parameters large enough to tell when their gradients are made."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).to(DEVICE)
+    engine = engine_of(model, config_of(3, offload_optimizer=HOST, more={"naught": {"tiles": tiles}}))
+    engine.backward(engine(torch.ones(2, 256, device=DEVICE)).square().mean())
+    engine.step()
+    (crew,) = {segment.home.host.crew for unit in engine.schedule.units.values() for segment in unit.segments}
+    threads, ghost = list(crew.threads), weakref.ref(crew)
+    assert threads
+    digest_of_weights(engine)  # once the update is over
+    del model, engine, crew
+    gc.collect()
+    assert ghost() is None
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_an_engine_whose_update_has_failed_can_be_destroyed():
