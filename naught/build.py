@@ -180,7 +180,7 @@ def build_units(
             placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.parts, present().disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
-    host = host_side(config, device, meter, largest, arranged.slots)
+    host = host_side(config, group, device, meter, largest_numel=largest, most_slots=arranged.slots)
     with group.together():
         disk = disk_side(config, device, meter, largest)
     pool = Pool(device, private=config.naught.private_pool)

@@ -68,8 +68,14 @@ class Ferry:
             self._land(total, place)
         return Sent(norms, self.down.point())
 
+    def drain(self) -> None:
+        """Until nothing travels that was asked for."""
+        self.down.point().wait()
+        self.up.point().wait()
+
     def close(self) -> None:
         """Nothing travels any more."""
+        self.drain()
         self.slots.clear()
         self.landing = None
         self.meter.change(Buffer.STAGING, -self.nbytes)

@@ -4,6 +4,7 @@ when it is done with one: none waits for another, as in a loop that is divided a
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import weakref
@@ -17,6 +18,7 @@ from torch import Tensor
 
 __all__ = ["Crew", "HostCrew", "cores_of"]
 
+_LOG = logging.getLogger("naught")
 _NICE = 10  # how far a thread steps back before others on its core
 _SPARE = 8  # of so many cores one is left to the threads that ask the device
 
@@ -31,9 +33,6 @@ def cores_of(place: int, ranks: int) -> list[int]:
 
 class Crew(Protocol):
     """Does jobs one after the other."""
-
-    def worker(self) -> int:
-        """Which of them asks, or that somebody else does."""
 
     def ask(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
         """Have something done to each of so many pieces."""
@@ -128,9 +127,6 @@ class HostCrew:
         weakref.finalize(self, self.queue.stop)
         _CREWS.add(self)
 
-    def worker(self) -> int:
-        return threading.get_ident()
-
     def ask(self, pieces: int, do: Callable[[int], None]) -> Future[None]:
         """Have something done to each of so many pieces; returns at once."""
         job = _Job(pieces, do)
@@ -160,25 +156,41 @@ class HostCrew:
         before = torch.get_num_threads()
         wanted: Sequence[int | None] = self.cores or [None]
         ready = threading.Barrier(1 + len(wanted))
-        for core in wanted:
-            args = (self.queue, core, ready, len(wanted) == 1 and core is None)
-            thread = threading.Thread(target=_serve, args=args, name="naught-update", daemon=True)
-            thread.start()
-            self.threads.append(thread)
-        ready.wait()
+        try:
+            for core in wanted:
+                args = (self.queue, core, ready, len(wanted) == 1 and core is None)
+                thread = threading.Thread(target=_serve, args=args, name="naught-update", daemon=True)
+                thread.start()
+                self.threads.append(thread)
+            ready.wait()
+        except BaseException:  # no more threads are to be had: those that there are do not wait for them
+            ready.abort()
+            self.queue.stop()
+            raise
         if self.cores:
             torch.set_num_threads(before)  # a thread's own number stays; but some libraries have one for all
 
 
 def _serve(queue: _Queue, core: int | None, ready: threading.Barrier, alone: bool) -> None:
     if core is not None:
-        os.sched_setaffinity(0, {core})
-        # Who asks the device must not wait for a core: without this a forward beside an update takes several times as long.
-        me = (os.PRIO_PROCESS, threading.get_native_id())
-        os.setpriority(*me, max(_NICE, os.getpriority(*me)))
+        _keep_to(core)
     if not alone:  # else it has as many threads as training
         torch.get_num_threads()  # a thread that has not asked yet takes up the process's number in its first loop
         torch.set_num_threads(1)
-    ready.wait()
+    try:
+        ready.wait()
+    except threading.BrokenBarrierError:  # whoever hires is told
+        return
     while queue.do_one():
         pass
+
+
+def _keep_to(core: int) -> None:
+    """Have this thread on one core, behind others there: who asks the device must not wait for it. Without this a forward beside
+    an update takes several times as long."""
+    me = (os.PRIO_PROCESS, threading.get_native_id())
+    try:
+        os.sched_setaffinity(0, {core})
+        os.setpriority(*me, max(_NICE, os.getpriority(*me)))
+    except OSError as error:  # some sandboxes allow neither
+        _LOG.info("a thread that updates is not bound to core %d: %s", core, error)

@@ -332,6 +332,8 @@ class Segment:
     def close(self) -> None:
         """Give the parameters whole weights of their own and let go of everything."""
         states = self.states
+        if self.home.host is not None:
+            self.home.host.ferry.drain()  # the driver must not be copying from memory that goes
         self.weights.hand_over()
         self.grads.close()
         states.let_go()

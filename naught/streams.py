@@ -7,7 +7,8 @@ import ctypes
 import logging
 import mmap
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -62,9 +63,15 @@ class Lane:
         if self.stream is not None and point.event is not None:
             self.stream.wait_event(point.event)
 
-    def open(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def open(self) -> Iterator[None]:
         """What this thread asks of the device while this is open is asked of the lane."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        if self.stream is None:
+            yield
+            return
+        # A thread that has not chosen a device is on the first one: it would go back there without this, and take memory of it.
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            yield
 
     def point(self) -> Point:
         return Point(self.stream)
@@ -103,6 +110,9 @@ class Slab:
 
     def __init__(self, nbytes: int, *, register: bool) -> None:
         self.memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A process that is forked, such as a loader of data, has no use for it. It would share every page until the next update,
+        # which had to copy all of them; and a device might go on using the page that the child has got.
+        self.memory.madvise(mmap.MADV_DONTFORK)
         if nbytes >= _LARGE_BYTES:
             self.memory.madvise(_HUGE_PAGES)
         # What tensors hold. It goes before the mapping does, so its end is the time to unregister.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ from naught.pooling import Limits
 from naught.precision import Precision
 from naught.present import present
 from naught.rota import Rota
-from naught.seats import local_rank
 from naught.shelves import HostShelf
 from naught.spill import Desk
 from naught.spill_file import NoFile, UnnamedFile
@@ -37,6 +37,7 @@ __all__ = [
     "activation_rest",
     "disk_folder",
     "disk_side",
+    "host_crew",
     "host_side",
     "job_of",
     "limits_here",
@@ -158,7 +159,9 @@ def _named_folder(config: Config) -> str | None:
     return None if found is None else str(Path(found).expanduser())
 
 
-def host_side(config: Config, device: torch.device, meter: Meter, largest_numel: int, most_slots: int) -> HostSide | None:
+def host_side(
+    config: Config, group: Group, device: torch.device, meter: Meter, *, largest_numel: int, most_slots: int
+) -> HostSide | None:
     """What a rank needs on its host; None: nothing can rest there. No part of a flat that travels has more elements."""
     placement, zero = placement_of(config), config.zero_optimization
     if all(placement.of(kind).tier is Tier.DEVICE for kind in Kind) and config.naught.placement == "stage":
@@ -168,11 +171,15 @@ def host_side(config: Config, device: torch.device, meter: Meter, largest_numel:
     limit = config.naught.host_memory and config.naught.host_memory // around.local_ranks
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
     ferry = Ferry(device, meter, largest_numel, most_slots, apart=around.is_apart(device))
-    return HostSide(shelf, ferry, _host_crew(device, around.local_ranks), config.naught.host_sums)
+    return HostSide(shelf, ferry, host_crew(device, group), config.naught.host_sums)
 
 
-def _host_crew(device: torch.device, ranks: int) -> Crew:
+def host_crew(device: torch.device, group: Group) -> Crew:
+    """Whoever updates what rests on the host. Ranks that may use the same cores divide them; launchers often have done so."""
     if device.type == "meta":
         return Rota(1)
-    # On a CPU training itself needs the cores, and as many threads as it was given.
-    return HostCrew(None if device.type == "cpu" else cores_of(local_rank(os.environ), ranks))
+    if device.type == "cpu":  # training itself needs the cores, and as many threads as it was given
+        return HostCrew(None)
+    mine = f"{platform.node()} {sorted(os.sched_getaffinity(0))}"
+    sharing = [rank for rank, cores in enumerate(group.exchange_texts(mine)) if cores == mine]
+    return HostCrew(cores_of(sharing.index(group.rank), len(sharing)))

@@ -33,7 +33,7 @@ __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
 _PIECE_NUMEL = 1 << 22  # that a thread updates at a time on the host: with less, threads wait for each other's Python
-_BLOCK_NUMEL = 1 << 20  # the same of gradients that are widened or scaled first, which the rule finds nearer than in memory then
+_ROOM_NUMEL = 1 << 20  # the same of what is widened, scaled or unpacked first, which the rule finds nearer than in memory then
 
 
 class Norm(NamedTuple):
@@ -159,13 +159,13 @@ def _culprit(trained: Sequence[Segment]) -> str | None:
 
 def _root(squares: list[float]) -> float:
     """Ranks added in their order."""
-    total = in_order(squares)
-    return math.sqrt(total) if math.isfinite(total) else math.nan
+    return math.sqrt(in_order(squares))
 
 
 def _coefficient(norm: float, clip: float) -> float:
-    """As torch.nn.utils.clip_grad_norm_ has it: never above one. A clip of 0 does not clip."""
-    return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+    """As torch.nn.utils.clip_grad_norm_ has it: never above one, and NaN where the norm is. A clip of 0 does not clip."""
+    coefficient = clip / (norm + 1e-6) if clip else 1.0
+    return 1.0 if coefficient > 1.0 else coefficient
 
 
 Flags = dict[Segment, list[bool]]
@@ -212,7 +212,8 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
     if states.lacks(how):  # what an update reads is not added to while it does
         segment.beside.wait()
     crew, masters, home, arrived = host.crew, states.masters, stash.home, stash.sent.arrived
-    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, _PIECE_NUMEL)), used)
+    most_numel = _ROOM_NUMEL if states.rest.small else _PIECE_NUMEL
+    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, most_numel)), used)
 
     def update_piece(at: int) -> None:
         arrived.wait()
@@ -283,7 +284,7 @@ def _take_on_host(part: Part, how: Updating, coefficient: float, crew: Crew) -> 
     if part.grads.dtype == torch.float32 and coefficient == 1.0:
         how.rule.update([part], hyper)
     else:
-        for block in [part] if how.rule.apart else part.split(_BLOCK_NUMEL):
+        for block in [part] if how.rule.apart else part.split(_ROOM_NUMEL):
             room = crew.scratch(block.grads.numel())
             how.rule.update([block._replace(grads=_scaled(block.grads, coefficient, room))], hyper)
     for do in part.after:

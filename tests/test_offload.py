@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import re
 import threading
 import weakref
-from itertools import product
+from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +37,10 @@ from naught.fragments import safe_get_full_fp32_param, safe_get_full_grad, safe_
 from naught.host_crew import HostCrew, cores_of
 from naught.placement import Tier
 from naught.rounding import fold, half_up, unfold
-from naught.streams import Point, here
+from naught.rules import Part
+from naught.steps import order_of_updates
+from naught.streams import Point, Slab, here
+from naught.tiers import host_crew
 from naught.update import _take_on_host
 
 ON_GPU = str(DEVICE) != "cpu"
@@ -126,7 +133,7 @@ def test_the_host_may_update_in_pieces_and_blocks_of_any_size(monkeypatch, more,
 
     whole = trained()
     monkeypatch.setattr("naught.update._PIECE_NUMEL", 512)
-    monkeypatch.setattr("naught.update._BLOCK_NUMEL", 64)
+    monkeypatch.setattr("naught.update._ROOM_NUMEL", 64)
     assert trained() == whole
 
 
@@ -201,6 +208,28 @@ def shown_between_steps(lazy: bool | None) -> bool:
 def test_new_weights_cannot_be_mistaken_for_old_ones(two):
     assert two.run(shown_between_steps, None) == [True, True]
     assert two.run(shown_between_steps, False) == [False, False]
+
+
+@pytest.mark.parametrize("place", ["stage2-offload", "stage3-offload", "infinity-host"])
+def test_a_forward_of_a_unit_waits_for_that_units_update_and_for_no_other(monkeypatch, place):
+    stage, zero = PLACES[place]
+    engine = start(stage, stage3_param_persistence_threshold=0, **zero)
+    take_steps(engine, 2)  # from then on there is a plan
+    engine.backward(engine(batch_of(2, 0)))
+    *_, late = order_of_updates([unit for unit in engine.schedule.units.values() if unit.trained])
+    assert late.name == "blocks.2"
+    computed, waited = threading.Event(), []
+    engine.module.blocks[0].register_forward_hook(lambda *_: computed.set())
+
+    def take_the_last_late(part: Part, *args: object) -> None:
+        if part.weights.data_ptr() == late.trained[0].kept.masters.data_ptr():
+            waited.append(computed.wait(10))
+        _take_on_host(part, *args)
+
+    monkeypatch.setattr("naught.update._take_on_host", take_the_last_late)
+    engine.step()
+    engine(batch_of(3, 0))
+    assert waited == [True], "the first block was computed while the last one was still to be updated"
 
 
 def test_an_update_that_fails_is_told_by_the_next_forward():
@@ -462,7 +491,7 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch):
     assert cores_of(20, 32) == [4]
 
 
-@pytest.mark.parametrize(("cores", "each"), [(None, 3), ([0], 1), ([None, None], 1)])
+@pytest.mark.parametrize(("cores", "each"), [(None, 3), ([min(os.sched_getaffinity(0))], 1), ([None, None], 1)])
 def test_a_thread_that_has_a_core_does_not_divide_a_loop_among_more_threads(cores, each):
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -480,6 +509,66 @@ def test_a_thread_that_has_a_core_does_not_divide_a_loop_among_more_threads(core
         assert torch.get_num_threads() == 3, "training keeps its own number"
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_core_that_cannot_be_had_is_done_without(caplog):
+    caplog.set_level(logging.INFO, "naught")
+    crew, done = HostCrew([min(os.sched_getaffinity(0)), 1 << 14]), []
+    crew.ask(4, done.append).result(10)
+    crew.stop()
+    assert sorted(done) == [0, 1, 2, 3]
+    assert "is not bound to core 16384" in caplog.text
+
+
+def test_threads_that_cannot_be_had_are_told_and_nobody_waits_for_them(monkeypatch):
+    crew, starts = HostCrew([None] * 3), threading.Thread.start
+    hired: list[threading.Thread] = []
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(hired) == 2:
+            raise RuntimeError("can't start new thread")
+        hired.append(thread)
+        starts(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_two)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            crew.ask(1, print)
+    crew.stop()
+    assert [thread.is_alive() for thread in hired] == [False, False]
+
+
+def cores_of_crews(bound: bool) -> list[int]:
+    """As on a device, on cores of this rank's own or on those that all ranks have."""
+    before = os.sched_getaffinity(0)
+    try:
+        engine = start(0)
+        everybody = sorted({core for row in engine.schedule.group.exchange_texts(str(min(before))) for core in [int(row)]})
+        os.sched_setaffinity(0, before if bound else everybody)
+        return host_crew(torch.device("cuda"), engine.schedule.group).cores
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_ranks_divide_the_cores_that_they_share_and_no_others(two, bound):
+    """The workers are bound to cores of their own, where there are enough."""
+    one, other = two.run(cores_of_crews, bound)
+    assert len(one) == len(other) == 1
+    assert one != other or len(os.sched_getaffinity(0)) == 1
+
+
+def test_a_process_that_is_forked_does_not_get_what_rests_on_the_host():
+    slab = Slab(1 << 20, register=False)
+    address = slab.tensor(1, torch.uint8).data_ptr()
+    places = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    for before, after in pairwise(places):
+        found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", before, re.MULTILINE)
+        first, last = (int(bound, 16) for bound in found[-1])
+        if first <= address < last:
+            assert "dc" in after.splitlines()[0].split(), "do not copy on fork"
+            return
+    raise AssertionError("a slab is mapped")
 
 
 class SlowFerry:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -285,3 +287,31 @@ def summed(stage: int, more: dict[str, Any]) -> str:
     engine = start(stage, more=more)
     take_steps(engine, 2)
     return digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("worst", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_clips_as_torch_does_where_nobody_looks_for_it(worst):
+    """With gradients that are not checked: all of them are no numbers, or zero beside what is infinite."""
+
+    def moved_by(model: nn.Module, backward: Callable[[torch.Tensor], None], step: Callable[[], None]) -> torch.Tensor:
+        before = model.weight.detach().float().clone()
+        backward((model(torch.ones(2, 64, dtype=model.weight.dtype, device=DEVICE)).float() * gains).sum())
+        step()
+        return model.weight.detach().float() - before
+
+    gains = torch.tensor([1.0, 2.0, worst], device=DEVICE)
+    config = config_of(0, clip=1.0, optimizer="SGD", params={"lr": 1.0})
+    config |= {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    torch.manual_seed(0)
+    engine = engine_of(nn.Linear(64, 3, bias=False), config)
+    ours = moved_by(engine.module, engine.backward, engine.step)
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 3, bias=False).to(DEVICE)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+
+    def clip_and_step() -> None:
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+
+    theirs = moved_by(plain, torch.Tensor.backward, clip_and_step)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=0, atol=0)
