@@ -265,7 +265,7 @@ def _fill(runs: Sequence[Run], room: dict[Tier, int], world: int, job: Job, keep
             for tier in to_come:
                 if need[tier] > kept[run][tier]:
                     fitting[tier] = (room[tier] - to_come[tier]) // (need[tier] - kept[run][tier])
-            count = max(0, min(left, *fitting.values()))
+            count = max(0, min([left, *fitting.values()]))
             if count:
                 placed.append(PlacedRun(run._replace(repeat=count), placement))
                 left -= count

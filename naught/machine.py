@@ -143,7 +143,10 @@ def parse_gpu(text: str) -> Gpu:
     if named:
         return named
     if text[:1].isdigit():
-        return _UNNAMED._replace(memory_bytes=parse_bytes(text, what="--gpu"))
+        memory_bytes = parse_bytes(text, what="--gpu")
+        if not memory_bytes:
+            raise UsageError("--gpu: a GPU has more than 0 bytes", fix="leave it out for the present machine")
+        return _UNNAMED._replace(memory_bytes=memory_bytes)
     raise UsageError(f'no GPU "{text[:80]}"', fix=f"give its memory, such as 80GB, or one of {', '.join(GPUS)}")
 
 

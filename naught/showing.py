@@ -71,7 +71,7 @@ def verdict(advice: Advice) -> str:
     if best is None:
         most = max(advice.largest.values())
         holds = f"the largest model that some placement holds here is {show_count(most)}" if most else "no model fits here"
-        return f"nothing fits: {holds}; use more ranks, or give more host memory or disk"
+        return f"nothing fits: {holds}; use more ranks, or more memory of a GPU, a host or a disk"
     needs = _needs(best)
     return f"recommended: {best.name}" + (f" ({needs})" if needs else "") + f", {span(best)} a step"
 

@@ -89,6 +89,15 @@ def test_plan_writes_a_configuration_that_asks_for_the_placement(run, tmp_path, 
     assert not check(path).problems
 
 
+def test_plan_reads_a_pool_that_it_has_written(run, tmp_path):
+    path, box = tmp_path / "ds.json", ["--ranks", "1", "--gpu", "24GB", "--host", "128GB"]
+    run("plan", "7B", *box, "--write", str(path), "--placement", "pooled")
+    data = json.loads(run("plan", "7B", *box, "--config", str(path), "--json")[1])
+    asked = data["configuration"]
+    assert asked["fits"]
+    assert asked["total_bytes"]["device"] <= 24e9 < asked["total_bytes"]["device"] + asked["total_bytes"]["host"]
+
+
 def test_plan_writes_what_it_recommends_with_tiles_and_host_checkpoints(run, tmp_path):
     path = tmp_path / "ds.json"
     big = ["--ranks", "512", "--per-node", "16", "--gpu", "v100", "--host", "1.5TB", "--disk", "28TB"]
@@ -172,9 +181,16 @@ def test_odd_numbers_of_ranks_fill_their_nodes(run):
 
 def test_papers_and_written_configurations_go_to_standard_output_as_data(run):
     assert json.loads(run("plan", "--paper", "zero-table1", "--json")[1])["rows"][0][1] == "120"
-    _, out, _ = run("plan", "gpt2", *BOX, "--write", "-", "--placement", "stage1", "--json")
-    assert out.rstrip().endswith("}")
-    assert '"stage": 1' in out
+    for more in ([], ["--json"]):
+        _, out, err = run("plan", "gpt2", *BOX, "--write", "-", "--placement", "stage1", *more)
+        assert json.loads(out)["zero_optimization"]["stage"] == 1
+        assert "stage3" in err
+
+
+def test_a_gpu_with_room_for_nothing_holds_nothing(run):
+    code, out, _ = run("plan", "7B", "--gpu", "10B")
+    assert code == 1
+    assert "nothing fits: no model fits here; use more ranks, or more memory of a GPU" in out
 
 
 def test_a_sample_longer_than_the_model_is_remarked(run):
@@ -209,6 +225,7 @@ def test_presets_are_listed(run):
         (["plan"], "no model is given"),
         (["plan", "gtp2"], "did you mean gpt2"),
         (["plan", "7B", "--gpu", "80XB"], "--gpu"),
+        (["plan", "7B", "--gpu", "0"], "a GPU has more than 0 bytes"),
         (["plan", "7B", "--gpu", "h900"], 'no GPU "h900"'),
         (["plan", "7B", "--gpu", "80GB", "--host", "lots"], '--host "lots" is not a quantity'),
         (["plan", "7B", "--gpu", "80GB", "--ranks", "0"], "at least one rank"),

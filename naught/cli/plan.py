@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from naught import showing
-from naught.advice import Advice, advise
+from naught.advice import Advice, advise, pool
 from naught.cli.arguments import SCALING
 from naught.cli.files import write_new
 from naught.cli.machines import machine_of, machine_text, rates_text
@@ -56,10 +57,11 @@ def run_plan(options: argparse.Namespace) -> int:
         raise UsageError("--placement names what --write writes", fix="give --write too")
     question = _question(options)
     advice = advise(question.model, None, question.machine, question.job, automatic=options.activations == "auto")
-    if options.json:
-        print(json.dumps(_data(question) | showing.as_data(advice), indent=2))
-    else:
-        _print(question, advice)
+    with redirect_stdout(sys.stderr if options.write == "-" else sys.stdout):  # which is for the configuration alone then
+        if options.json:
+            print(json.dumps(_data(question) | showing.as_data(advice), indent=2))
+        else:
+            _print(question, advice)
     if options.write:
         _write(options, advice, question)
     return 0 if advice.best else 1
@@ -131,10 +133,14 @@ class _Question:
             return None
         from naught.config import placement_of
 
-        placed = _placed(self.model.runs, placement_of(self.config), self.config)
         assert self.model.shape is not None
-        measured = transformer_activations(self.model.shape, self.job)
-        return forecast("configuration", placed, measured, self.machine, self.job, tiles=self.config.naught.tiles)
+        measured, ours, machine = transformer_activations(self.model.shape, self.job), self.config.naught, self.machine
+        if ours.placement == "stage":
+            placed = _placed(self.model.runs, placement_of(self.config), self.config)
+        else:
+            machine = machine if ours.nvme_path else replace(machine, disk_bytes=0)
+            placed = pool(self.model.runs, lambda _: measured, machine, self.job, automatic=False, tiles=False)
+        return forecast("configuration", placed, measured, machine, self.job, tiles=ours.tiles)
 
 
 def _question(options: argparse.Namespace) -> _Question:
