@@ -11,7 +11,7 @@ import pytest
 from test_train import environment
 
 from naught.cli import main
-from naught.comm.agent import RankExit
+from naught.comm.agent import Ended, RankExit
 from naught.surroundings import threads_of_each
 from naught.trainer.failing import Failure, cause, failure_of, status_of
 
@@ -137,3 +137,17 @@ def test_a_shortage_is_told_by_what_is_held_and_not_by_torchs_page():
     assert first == "naught: rank 3: out of memory in the forward of step 1"
     assert second == "  held: weights 6 GB"
     assert "model.checkpointing=true" in third
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ((6.0, 5.0), "rank 1 ended with status 1, and the others were stopped"),
+        ((5.0, 5.0), "ranks 0 and 1 failed, and which of them did first is told by their tracebacks"),
+    ],
+)
+def test_a_rank_is_blamed_only_if_it_was_the_first(monkeypatch, capsys, times, words):
+    exits = sorted((RankExit(rank, 1, time_s) for rank, time_s in enumerate(times)), key=lambda found: found.time_s)
+    monkeypatch.setattr("naught.comm.agent.run_ranks", lambda *_, **__: Ended(tuple(exits)))
+    assert main(["launch", "--nproc", "2", __file__]) == 1
+    assert capsys.readouterr().err == f"naught: {words}\n"

@@ -271,7 +271,11 @@ def test_a_run_can_be_resumed_for_longer_at_another_stage_and_world(place, copy_
     run = copy_of_four
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     assert records(run, "resume")[0]["world"] == 1
+    assert ended.stderr == "naught: the run had 2 ranks, and goes on with 1\n"
     assert len(list((place / "runs").iterdir())) == 1
+    ended = train_on("--resume", "steps=7")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert records(run, "resume")[1]["world"] == 1, "as it was the last time"
 
 
 def test_a_run_that_is_under_way_is_not_resumed_and_not_disturbed(copy_of_four):

@@ -224,7 +224,12 @@ def add_train(commands: Any) -> None:
     short.add_argument("--keep", type=int, metavar="N", help="naught.keep_last: how many of the newest checkpoints stay")
     short.add_argument("--name", help="train.name: of the run's folder")
     ranks = parser.add_argument_group("ranks")
-    ranks.add_argument("--nproc", type=int, metavar="N", help="how many to start here (default: one for each GPU, 2 without)")
+    ranks.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="how many to start here (default: as many as a run had that goes on; one for each GPU, 2 without)",
+    )
     ranks.add_argument("--max-restarts", type=int, default=0, metavar="N", help="how often to start them anew if one fails")
     folder = parser.add_argument_group("folder")
     folder.add_argument("--runs", default="runs", metavar="DIR", help="where runs' folders are (default: runs)")

@@ -6,10 +6,15 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from naught.errors import UsageError
 from naught.seats import find_seat
+
+if TYPE_CHECKING:
+    from naught.comm.agent import RankExit
 
 __all__ = ["default_ranks", "run_launch"]
 
@@ -36,15 +41,27 @@ def run_launch(options: argparse.Namespace) -> int:
         return _BY_SIGNAL + ended.signal
     if not ended.failed:
         return 0
-    first = ended.failed[0]
-    how = f"was killed by {signal.Signals(-first.status).name}" if first.status < 0 else f"ended with status {first.status}"
-    print(f"naught: rank {first.rank} {how}, and the others were stopped", file=sys.stderr)
-    return _BY_SIGNAL - first.status if first.status < 0 else first.status
+    print(f"naught: {_told(ended.first)}", file=sys.stderr)
+    status = ended.first[0].status
+    return _BY_SIGNAL - status if status < 0 else status
 
 
-def default_ranks() -> int:
-    """One for each GPU; without any, enough to have something to split."""
+def _told(first: Sequence[RankExit]) -> str:
+    """Who has ended all, and how."""
+    status = first[0].status
+    if len(first) > 1:
+        *most, last = (str(found.rank) for found in first)
+        return f"ranks {', '.join(most)} and {last} failed, and which of them did first is told by their tracebacks"
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return f"rank {first[0].rank} {how}, and the others were stopped"
+
+
+def default_ranks(before: int | None = None) -> int:
+    """One for each GPU; without any, enough to have something to split. As many as there were before, if there can be."""
     from naught.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    return _CPU_RANKS if accelerator.device_name() == "cpu" else int(accelerator.device_count())
+    if accelerator.device_name() == "cpu":
+        return before or _CPU_RANKS
+    found = int(accelerator.device_count())
+    return min(before or found, found)

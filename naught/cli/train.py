@@ -42,9 +42,12 @@ def run_train(options: argparse.Namespace) -> int:
         if options.nproc is not None and seat.world != options.nproc:
             raise UsageError(f"a launcher has started {seat.world} ranks, and --nproc says {options.nproc}", fix="leave it out")
         return _as_rank(options, resolved, resumed)
-    nproc = default_ranks() if options.nproc is None else options.nproc
+    before = None if resumed is None else _ranks_of(resumed)
+    nproc = default_ranks(before) if options.nproc is None else options.nproc
     if nproc < 1:
         raise UsageError(f"--nproc is at least 1, not {nproc}")
+    if before not in (None, nproc):
+        print(f"naught: the run had {before} rank{'s' * (before != 1)}, and goes on with {nproc}", file=sys.stderr)
     if nproc == 1:
         return _as_rank(options, resolved, resumed)
     return _by_agent(options, nproc, resumed)
@@ -57,6 +60,12 @@ def _resumed(options: argparse.Namespace) -> Path | None:
     if _RESUMED in os.environ:
         return Path(os.environ[_RESUMED])
     return find_run(options.resume, Path(options.runs), marks=["run.json"])
+
+
+def _ranks_of(run: Path) -> int | None:
+    """How many a run had when it was started last; None: it did not come so far."""
+    world = json.loads((run / "run.json").read_text(encoding="utf-8")).get("world")
+    return world if isinstance(world, int) else None
 
 
 def _resolved(options: argparse.Namespace, resumed: Path | None) -> Resolved:

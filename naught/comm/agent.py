@@ -41,6 +41,11 @@ class Ended(NamedTuple):
     failed: tuple[RankExit, ...] = ()
     signal: int | None = None
 
+    @property
+    def first(self) -> tuple[RankExit, ...]:
+        """Those that failed first: several, where nobody can tell. A rank that loses another may be heard of at the same time."""
+        return tuple(found for found in self.failed if _how_late(found) == _how_late(self.failed[0]))
+
 
 def run_ranks(
     arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, environment: Mapping[str, str] | None = None
@@ -72,7 +77,7 @@ def run_ranks(
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             exits = [RankExit(rank, failure.exitcode, failure.timestamp) for rank, failure in error.failures.items()]
-            return Ended(tuple(sorted(exits, key=_how_late)))
+            return Ended(tuple(sorted(exits, key=lambda found: (_how_late(found), found.rank))))
         except SignalException as stop:
             return Ended(signal=int(stop.sigval))
         finally:
@@ -95,4 +100,4 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _how_late(found: RankExit) -> tuple[object, ...]:
     """Those that the agent stopped come last; those that were killed first. A traceback, which has status 1, is often of a rank
     that lost another, and its time is that of the traceback, where a status of one's own has the time at which it was noticed."""
-    return found.status == -signal.SIGTERM, found.status >= 0, found.status == 1, found.time_s, found.rank
+    return found.status == -signal.SIGTERM, found.status >= 0, found.status == 1, found.time_s
