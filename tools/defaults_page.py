@@ -16,8 +16,8 @@ HEAD = """# The configuration, key by key
 Naught reads the JSON that you have for DeepSpeed: a path, a dict, JSON text or base64 of it, with comments and trailing
 commas if you like. Every key that DeepSpeed 0.19.8 knows is **honoured**, has **no effect** here (the table says why), or
 is **refused** (the last table says why). Anything else is an error: `naught config check FILE` prints all of them at once,
-each with its line. *Honoured* means that the typed object carries the value to the planner and to the engine. The engine
-of this release keeps no states on disk, and refuses what it cannot do yet instead of ignoring it.
+each with its line. *Honoured* means that the typed object carries the value to the planner and to the engine. What the
+engine cannot do yet it refuses instead of ignoring it.
 
 - `5e8` is a whole number; `"3"`, `true` and `1.5` are not.
 - `"auto"` is accepted for any value. Whoever starts the run fills it (Hugging Face does) or refuses it by name.

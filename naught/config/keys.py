@@ -148,7 +148,7 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     if annotation in names:
         return names[annotation]
     if SIZE in metadata:
-        return 'bytes, or a size such as "32GB"'
+        return 'bytes, at least 1, or a size such as "32GB"'
     return {int: "a whole number", float: "a finite number"}[annotation] + _range(metadata)
 
 

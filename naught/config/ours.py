@@ -33,7 +33,11 @@ class Naught(Block):
         Key('device memory that a rank may have, in bytes or such as "32GB"; null: no limit, and in a pool what is free'),
     ] = None
     host_memory: Annotated[
-        Size | None, Key('host memory that the ranks of a host may have for states, in bytes or such as "100GB"; null: the same')
+        Size | None,
+        Key(
+            'host memory that the ranks of a host may have for states, in bytes or such as "100GB"; null: no limit, and in a pool '
+            "what is free less a tenth"
+        ),
     ] = None
     activation_memory: Annotated[
         Size | None, Key("device memory that no states may have; null: a tenth of what a rank may have")
@@ -65,8 +69,8 @@ class Naught(Block):
     lazy_weights: Annotated[
         Flag | None,
         Key(
-            "stages 1 and 2 gather new weights where the next forward uses them, not in step(); they read as NaN until then",
-            "where the optimizer rests on the host, so that its update is hidden",
+            "stages 1 and 2 gather new weights where the next forward uses them, not in step(); they read as NaN until then; "
+            "null: where the optimizer rests on the host, so that its update is hidden",
         ),
     ] = None
     private_pool: Annotated[
@@ -94,8 +98,7 @@ class Naught(Block):
         Flag | None,
         Key(
             "gradients that wait on the host have 32 bits, as its update needs them: faster, for 2 bytes more of every parameter "
-            "there; the result is the same",
-            "in a pool only where that pushes nothing away",
+            "there; the result is the same; null: yes, in a pool only where that pushes nothing away",
         ),
     ] = None
     delay_update_after: Annotated[

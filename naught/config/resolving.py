@@ -58,6 +58,7 @@ def parse_override(text: str) -> Override:
     name, sign, value = text.partition("=")
     if not sign or not name:
         near = f', or "{text}=..."' if text in _known() else ""
+        near += "; a configuration's file comes before the first key" if text.endswith((".json", ".yaml", ".yml")) else ""
         raise UsageError(f'"{text[:80]}" sets no key', fix=f"write key=value, such as train.steps=200{near}")
     try:
         parsed = json.loads(value)

@@ -64,7 +64,7 @@ class OffloadOptimizer(Block):
     pipeline_write: Annotated[Flag, idle("writes always run behind the update")] = False
     pipeline: Annotated[Flag, idle("reads and writes always overlap the update")] = False
     fast_init: Annotated[Flag, idle("states are made where they rest")] = False
-    super_offload: Annotated[Flag, idle("the update always overlaps backward and the next forward")] = False
+    super_offload: Annotated[Flag, idle("the update always overlaps the next forward")] = False
     cpuadam_cores_perc: Annotated[Share, idle("the update runs on the cores that the rank is bound to")] = 0.8
 
 
