@@ -36,6 +36,12 @@ _PIECE_NUMEL = 1 << 22  # that a thread updates at a time on the host: with less
 _ROOM_NUMEL = 1 << 20  # the same of what is widened, scaled or unpacked first, which the rule finds nearer than in memory then
 
 
+_HALF_UPDATED = (
+    "naught: this happened in an update on the host that an earlier step() had asked for. Some weights are new and some are old: "
+    "make a new engine, and load a checkpoint"
+)
+
+
 class Norm(NamedTuple):
     """The norm of all gradients together, and if it is not finite, a parameter whose part on this rank is to blame."""
 
@@ -217,7 +223,11 @@ def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffi
 
     def update_piece(at: int) -> None:
         arrived.wait()
-        _take_on_host(states.part(cuts[at], masters, home), how, coefficient, crew)
+        try:
+            _take_on_host(states.part(cuts[at], masters, home), how, coefficient, crew)
+        except Exception as error:
+            error.add_note(_HALF_UPDATED)
+            raise
 
     if how.rule.defers:
         segment.update_beside(len(cuts), update_piece, delayed=delayed)

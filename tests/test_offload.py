@@ -400,7 +400,8 @@ def test_a_limit_ends_with_the_engine_that_asked_for_it():
     [
         ({"gpu_memory": "much"}, "gpu_memory"),
         ({"placement": "auto", "small_masters": True}, "small masters are a bf16 weight"),
-        ({"host_memory": 0}, "host_memory"),
+        ({"host_memory": 0}, 'host_memory.*must be bytes, at least 1, or a size such as "32GB"'),
+        ({"placement": "auto", "gradients": "device"}, "a pool itself chooses where gradients rest"),
     ],
 )
 def test_limits_that_make_no_sense_are_told(changes, words):
@@ -702,7 +703,8 @@ def test_nothing_is_trained_with_weights_of_which_an_update_has_failed(monkeypat
     monkeypatch.setattr("naught.update._take_on_host", take_all_but_one)
     take_steps(engine, 1)
     for _ in range(4):
-        with pytest.raises(MemoryError, match="of the second piece"):
+        with pytest.raises(MemoryError, match="of the second piece") as told:
             take_steps(engine, 1)
+        assert sum("make a new engine, and load a checkpoint" in note for note in told.value.__notes__) == 1
     with pytest.raises(MemoryError, match="of the second piece"):
         engine.destroy()

@@ -218,7 +218,11 @@ def add_train(commands: Any) -> None:
     short.add_argument("--stage", type=int, choices=range(4), help="zero_optimization.stage")
     short.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="fp16.enabled and bf16.enabled")
     short.add_argument("--offload", action="store_true", help="offload_optimizer to the CPU, at stage 3 offload_param too")
-    short.add_argument("--placement", choices=("stage", "auto"), help="naught.placement: auto uses GPU and host as one memory")
+    short.add_argument(
+        "--placement",
+        choices=("stage", "auto", "pooled"),
+        help="naught.placement: auto, or pooled, uses GPU and host as one memory",
+    )
     short.add_argument("--gpu", metavar="SIZE", help="naught.gpu_memory: device memory that a rank may have, such as 32GB")
     short.add_argument("--host", metavar="SIZE", help="naught.host_memory: host memory that the ranks of a host may have")
     short.add_argument("--keep", type=int, metavar="N", help="naught.keep_last: how many of the newest checkpoints stay")

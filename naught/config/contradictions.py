@@ -114,6 +114,9 @@ def _resting(config: Config) -> Iterator[Conflict]:
     if config.naught.gradients in ("host", "disk") and zero.stage < 2 and known_stage:
         paths = ("naught.gradients", "zero_optimization.stage")
         yield Conflict(paths, f"whole gradients (stage {zero.stage}) cannot leave the device", "set stage to 2 or 3")
+    if config.naught.gradients in ("device", "host") and config.naught.placement != "stage":
+        paths = ("naught.gradients", "naught.placement")
+        yield Conflict(paths, "a pool itself chooses where gradients rest", 'leave it out, or set naught.placement to "stage"')
     unknown = "zero_optimization.offload_optimizer.device" in config.auto or (known_stage and zero.stage < 2)
     near = _depth(optim.device if optim else None)
     if config.naught.placement == "stage" and not unknown and _depth(_DEVICES.get(config.naught.gradients)) > near:

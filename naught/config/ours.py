@@ -35,8 +35,8 @@ class Naught(Block):
     host_memory: Annotated[
         Size | None,
         Key(
-            'host memory that the ranks of a host may have for states, in bytes or such as "100GB"; null: no limit, and in a pool '
-            "what is free less a tenth"
+            'host memory that the ranks of a host may have for states, in bytes or such as "100GB"; null: no limit, and in a '
+            "pool what is free less a tenth"
         ),
     ] = None
     activation_memory: Annotated[

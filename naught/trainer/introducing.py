@@ -15,6 +15,7 @@ from torch import nn
 
 import naught
 from naught.accelerator import get_accelerator
+from naught.advice import POOLED
 from naught.config import Batch, placement_of
 from naught.config.recipe import Recipe
 from naught.modules import model_of
@@ -64,6 +65,8 @@ class Introduction:
         }
 
     def _placement(self) -> str:
+        if self.recipe.naught.placement != "stage":
+            return POOLED
         wanted = placement_of(self.recipe)
         return next((name for name, placement in PLACEMENTS.items() if placement == wanted), "as configured")
 
