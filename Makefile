@@ -8,8 +8,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 demo: .venv/core
 	$(BIN)/naught train
 
+# Files in as many processes as there are cores, up to four: most of the time is that of processes that start and wait.
 test: .venv/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # The same on a GPU, with the Python and the torch that are there.
 test-gpu:
