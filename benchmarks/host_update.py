@@ -14,7 +14,7 @@ import torch
 from gpt import GPT, fill
 
 import naught
-from naught import update
+from naught import host_update
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--piece", type=int, help="elements that a thread updates at a time")
     options = parser.parse_args()
     if options.piece:
-        update._PIECE_NUMEL = options.piece
+        host_update._PIECE_NUMEL = options.piece
     on_gpu = torch.cuda.is_available()
     layers, width, heads, batch, seq, vocab = (48, 1600, 25, 8, 1024, 50304) if on_gpu else (4, 64, 4, 2, 64, 512)
     with torch.device("cuda" if on_gpu else "cpu"):

@@ -26,6 +26,19 @@ class Updating(NamedTuple):
     hypers: Sequence[Hyper]
     most_numel: int
 
+    def take(self, parts: Sequence[Part], coefficient: float) -> None:
+        """Scale gradients and apply the rule, each group's with its own hyperparameters."""
+        parts = [part._replace(grads=part.grads.float()) for part in parts]  # as they are, if they have 32 bits
+        if coefficient != 1.0:
+            torch._foreach_mul_([part.grads for part in parts], coefficient)
+        for group, hyper in enumerate(self.hypers):
+            members = [part for part in parts if part.group == group]
+            if members:
+                self.rule.update(members, hyper)
+        for part in parts:
+            for do in part.after:
+                do()
+
 
 class Cut(NamedTuple):
     """Neighbouring elements that are updated alike, in coordinates of the part of the flat that this rank updates."""

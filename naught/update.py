@@ -7,39 +7,25 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from naught.block_norms import in_order, numbers_of
 from naught.comm import Group
-from naught.disk_sum import DiskSum
 from naught.errors import UsageError
-from naught.host_crew import Crew
+from naught.host_update import update_beside
 from naught.husks import Husks, check_husks, untouched
 from naught.rules import Part
 from naught.segment import Segment
-from naught.spill import Stored
-from naught.stash import HostSum
 from naught.states import Updating
 from naught.steps import order_of_updates
-from naught.tile_update import TileUpdate
 from naught.unit import Unit
 
 __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
-_PIECE_NUMEL = 1 << 22  # that a thread updates at a time on the host: with less, threads wait for each other's Python
-_ROOM_NUMEL = 1 << 20  # the same of what is widened, scaled or unpacked first, which the rule finds nearer than in memory then
-
-
-_HALF_UPDATED = (
-    "naught: this happened in an update on the host that an earlier step() had asked for. Some weights are new and some are old: "
-    "make a new engine, and load a checkpoint"
-)
 
 
 class Norm(NamedTuple):
@@ -187,7 +173,7 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
     remote = [unit for unit in units if unit.remote]
     delayed = delayed and how.rule.defers
     for segment in (segment for unit in order_of_updates(remote) for segment in unit.trained if segment in due):
-        _update_beside(segment, how, due[segment], coefficient, delayed=delayed)
+        update_beside(segment, how, due[segment], coefficient, delayed=delayed)
     renewed = caught_up if delayed else list(dict.fromkeys([*remote, *caught_up]))
     _tell_autograd(renewed)
     courier.send(renewed)
@@ -196,67 +182,12 @@ def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimi
         segments = [segment for unit in changed for segment in unit.trained if segment in due]
         parts = (part for segment in segments for part in segment.due(on_device, due[segment]))
         for bundle in _bundles(parts):
-            _take(bundle, how, coefficient)
+            how.take(bundle, coefficient)
         for segment in segments:
             segment.written()
         _tell_autograd(changed)
         courier.send(changed)
     courier.arrive()
-
-
-def _update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float, *, delayed: bool) -> None:
-    """Have a segment updated on the host, by whichever threads, a piece at a time. Its last update may still be under way."""
-    if isinstance(segment.kept.master, Stored):
-        _update_on_disk(segment, how, used, coefficient)
-        return
-    stash, host, states = segment.grads.owned, segment.home.host, segment.kept
-    assert isinstance(stash, HostSum)
-    assert stash.sent is not None
-    assert states.masters is not None
-    assert host is not None
-    assert segment.beside is not None
-    if states.lacks(how):  # what an update reads is not added to while it does
-        segment.beside.wait()
-    crew, masters, home, arrived = host.crew, states.masters, stash.home, stash.sent.arrived
-    most_numel = _ROOM_NUMEL if states.rest.small else _PIECE_NUMEL
-    cuts = states.cuts(how._replace(most_numel=min(how.most_numel, most_numel)), used)
-
-    def update_piece(at: int) -> None:
-        arrived.wait()
-        try:
-            _take_on_host(states.part(cuts[at], masters, home), how, coefficient, crew)
-        except Exception as error:
-            error.add_note(_HALF_UPDATED)
-            raise
-
-    if how.rule.defers:
-        segment.update_beside(len(cuts), update_piece, delayed=delayed)
-        return
-    segment.beside.wait()
-    for at in range(len(cuts)):
-        update_piece(at)
-    segment.written()
-
-
-def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> None:
-    """Have a segment updated whose states rest on disk: each tile is read, updated, and written by one thread, and while one
-    waits for the disk others work."""
-    stash, beside = segment.grads.owned, segment.beside
-    assert isinstance(stash, HostSum | DiskSum)
-    assert beside is not None
-    if segment.kept.lacks(how):
-        beside.wait()
-    cuts = segment.kept.cuts(how, used)
-    update_tile = TileUpdate(segment, stash.due(), partial(_take, how=how, coefficient=coefficient))
-    pieces = update_tile.pieces(cuts, apart=how.rule.apart)
-    if how.rule.defers:
-        segment.update_on_disk(len(pieces), lambda at: update_tile.do(pieces[at]))
-        return
-    with segment.home.group.noting():
-        beside.wait()
-        segment.update_on_disk(0, lambda _: None)
-        for piece in pieces:
-            update_tile.do(piece)
 
 
 def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:
@@ -271,41 +202,6 @@ def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:
         numel += part.grads.numel()
     if bundle:
         yield bundle
-
-
-def _take(parts: Sequence[Part], how: Updating, coefficient: float) -> None:
-    """Apply the rule, each group's with its own hyperparameters."""
-    parts = [part._replace(grads=part.grads.float()) for part in parts]  # as they are, if they have 32 bits
-    if coefficient != 1.0:
-        torch._foreach_mul_([part.grads for part in parts], coefficient)
-    for group, hyper in enumerate(how.hypers):
-        members = [part for part in parts if part.group == group]
-        if members:
-            how.rule.update(members, hyper)
-    for part in parts:
-        for do in part.after:
-            do()
-
-
-def _take_on_host(part: Part, how: Updating, coefficient: float, crew: Crew) -> None:
-    """The same of one part, whose gradients stay as they are: those that have to be widened or scaled are so in a room, a block
-    at a time, since the host's memory is what an update waits for."""
-    hyper = how.hypers[part.group]
-    if part.grads.dtype == torch.float32 and coefficient == 1.0:
-        how.rule.update([part], hyper)
-    else:
-        for block in [part] if how.rule.apart else part.split(_ROOM_NUMEL):
-            room = crew.scratch(block.grads.numel())
-            how.rule.update([block._replace(grads=_scaled(block.grads, coefficient, room))], hyper)
-    for do in part.after:
-        do()
-
-
-def _scaled(grads: Tensor, coefficient: float, room: Tensor) -> Tensor:
-    """In 32 bits, in a room."""
-    if grads.dtype == torch.float32:
-        return torch.mul(grads, coefficient, out=room)
-    return room.copy_(grads).mul_(coefficient) if coefficient != 1.0 else room.copy_(grads)
 
 
 def _tell_autograd(units: Sequence[Unit]) -> None:

@@ -35,13 +35,13 @@ from naught.errors import ConfigError, PlacementError
 from naught.ferry import Arrival
 from naught.fragments import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 from naught.host_crew import HostCrew, cores_of
+from naught.host_update import _take
 from naught.placement import Tier
 from naught.rounding import fold, half_up, unfold
 from naught.rules import Part
 from naught.steps import order_of_updates
 from naught.streams import Point, Slab, here
 from naught.tiers import host_crew
-from naught.update import _take_on_host
 
 ON_GPU = str(DEVICE) != "cpu"
 HOST = {"device": "cpu"}
@@ -132,8 +132,8 @@ def test_the_host_may_update_in_pieces_and_blocks_of_any_size(monkeypatch, more,
         return losses, digest_in_32_bits(engine)
 
     whole = trained()
-    monkeypatch.setattr("naught.update._PIECE_NUMEL", 512)
-    monkeypatch.setattr("naught.update._ROOM_NUMEL", 64)
+    monkeypatch.setattr("naught.host_update._PIECE_NUMEL", 512)
+    monkeypatch.setattr("naught.host_update._ROOM_NUMEL", 64)
     assert trained() == whole
 
 
@@ -224,9 +224,9 @@ def test_a_forward_of_a_unit_waits_for_that_units_update_and_for_no_other(monkey
     def take_the_last_late(part: Part, *args: object) -> None:
         if part.weights.data_ptr() == late.trained[0].kept.masters.data_ptr():
             waited.append(computed.wait(10))
-        _take_on_host(part, *args)
+        _take(part, *args)
 
-    monkeypatch.setattr("naught.update._take_on_host", take_the_last_late)
+    monkeypatch.setattr("naught.host_update._take", take_the_last_late)
     engine.step()
     engine(batch_of(3, 0))
     assert waited == [True], "the first block was computed while the last one was still to be updated"
@@ -698,9 +698,9 @@ def test_nothing_is_trained_with_weights_of_which_an_update_has_failed(monkeypat
         pieces.append(len(pieces))
         if len(pieces) == 2:
             raise MemoryError("of the second piece")
-        _take_on_host(*args)
+        _take(*args)
 
-    monkeypatch.setattr("naught.update._take_on_host", take_all_but_one)
+    monkeypatch.setattr("naught.host_update._take", take_all_but_one)
     take_steps(engine, 1)
     for _ in range(4):
         with pytest.raises(MemoryError, match="of the second piece") as told:

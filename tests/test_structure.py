@@ -148,6 +148,7 @@ LAYERS = [
         "scout",
         "agreement",
         "tile_update",
+        "host_update",
         "update",
         "filling",
         "build",
@@ -275,7 +276,7 @@ TORCH_ALLOWED = {
         "beside",
         "streams",
     ),
-    *("schedule", "hooks", "scout", "agreement", "build", "update", "watch", "passes", "engine"),
+    *("schedule", "hooks", "scout", "agreement", "build", "host_update", "update", "watch", "passes", "engine"),
     *("cpu", "accelerator", "comm", "comm.starting", "claims", "hints", "membership", "foreign", "optimizer", "norms"),
     *(
         "between",
