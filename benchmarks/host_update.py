@@ -3,6 +3,7 @@ and the update alone.
 
 python benchmarks/host_update.py                     # the 1.64B model of h200.py on a GPU, a tiny one on a CPU
 python benchmarks/host_update.py --stage 3 --piece 1048576
+python benchmarks/host_update.py --clip 0.1          # low enough that gradients are scaled in every step
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--piece", type=int, help="elements that a thread updates at a time")
+    parser.add_argument("--clip", type=float, default=1.0, help="the norm that gradients are clipped at")
     options = parser.parse_args()
     if options.piece:
         host_update._PIECE_NUMEL = options.piece
@@ -33,7 +35,7 @@ def main() -> None:
     zero |= {"offload_param": {"device": "cpu"}} if options.stage == 3 else {}
     config = {
         "train_micro_batch_size_per_gpu": batch,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": options.clip,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": zero,

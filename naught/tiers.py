@@ -37,7 +37,7 @@ __all__ = [
     "activation_rest",
     "disk_folder",
     "disk_side",
-    "host_crew",
+    "hire_crew",
     "host_side",
     "job_of",
     "limits_here",
@@ -171,10 +171,10 @@ def host_side(
     limit = config.naught.host_memory and config.naught.host_memory // around.local_ranks
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
     ferry = Ferry(device, meter, largest_numel, most_slots, apart=around.is_apart(device))
-    return HostSide(shelf, ferry, host_crew(device, group), config.naught.host_sums)
+    return HostSide(shelf, ferry, hire_crew(device, group), config.naught.host_sums)
 
 
-def host_crew(device: torch.device, group: Group) -> Crew:
+def hire_crew(device: torch.device, group: Group) -> Crew:
     """Whoever updates what rests on the host. Ranks that may use the same cores divide them; launchers often have done so."""
     if device.type == "meta":
         return Rota(1)

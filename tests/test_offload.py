@@ -42,7 +42,7 @@ from naught.rounding import fold, half_up, unfold
 from naught.rules import Part
 from naught.steps import order_of_updates
 from naught.streams import Point, Slab, here
-from naught.tiers import host_crew
+from naught.tiers import hire_crew
 
 ON_GPU = str(DEVICE) != "cpu"
 HOST = {"device": "cpu"}
@@ -545,7 +545,7 @@ def cores_of_crew(bound: bool) -> list[int]:
     group = start(0).schedule.group
     mine = set(range(8 * group.rank, 8 * group.rank + 8)) if bound else set(range(16))
     with mock.patch("os.sched_getaffinity", lambda _: mine):
-        return host_crew(torch.device("cuda"), group).cores
+        return hire_crew(torch.device("cuda"), group).cores
 
 
 @pytest.mark.parametrize("bound", [True, False])

@@ -41,12 +41,12 @@ def run_launch(options: argparse.Namespace) -> int:
         return _BY_SIGNAL + ended.signal
     if not ended.failed:
         return 0
-    print(f"naught: {_told(ended.first)}", file=sys.stderr)
+    print(f"naught: {_blame(ended.first)}", file=sys.stderr)
     status = ended.first[0].status
     return _BY_SIGNAL - status if status < 0 else status
 
 
-def _told(first: Sequence[RankExit]) -> str:
+def _blame(first: Sequence[RankExit]) -> str:
     """Who has ended all, and how."""
     status = first[0].status
     if len(first) > 1:
