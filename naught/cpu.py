@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from naught.freed_pages import give_back_freed_pages
+
 __all__ = ["Cpu", "Event"]
 
 
@@ -52,7 +54,8 @@ class Cpu:
         return True
 
     def empty_cache(self) -> None:
-        """Nothing: a CPU has no cache of freed memory to give back."""
+        """Give the system what glibc keeps of freed memory, much where an engine is (freed_pages.keep_freed_pages)."""
+        give_back_freed_pages()
 
     def manual_seed_all(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -4,7 +4,6 @@ torch.cuda."""
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import resource
 import time
@@ -33,7 +32,6 @@ __all__ = [
     "free_host_bytes",
     "gpu_facts",
     "is_out_of_memory",
-    "keep_freed_pages",
     "limit_memory",
     "mark",
     "nccl_version",
@@ -180,25 +178,6 @@ def nccl_version() -> str | None:
     if torch.version.cuda is None:
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-
-
-# glibc's numbers for mallopt.
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-
-
-def keep_freed_pages(device: torch.device) -> None:
-    """From here on let a CPU's allocator keep freed memory, as those of accelerators do: flats come and go with every
-    unit, and pages that the system takes back cost a fault each when they return. What is free already goes back first.
-
-    Whoever has set one of glibc's MALLOC_ variables is heeded.
-    """
-    tuned = any(name.startswith("MALLOC_") for name in os.environ)
-    if device.type != "cpu" or tuned or platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
-    libc.mallopt(_TRIM_THRESHOLD, -1)
-    libc.mallopt(_MMAP_MAX, 0)
 
 
 class Pool:

@@ -23,10 +23,11 @@ from naught.claims import refuse_claimed
 from naught.comm import Among, Group, Ledger, Lineup, Mean, lineup_of, local_of, make_group, standing
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
-from naught.devices import device_for, keep_freed_pages, limit_memory
+from naught.devices import device_for, limit_memory
 from naught.dividing import divide, replace_in_groups
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
+from naught.freed_pages import keep_freed_pages
 from naught.local_parts import has_dtensors, localize, put_back, refuse_parts
 from naught.membership import Membership
 from naught.observing import Observer

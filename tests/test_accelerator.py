@@ -50,31 +50,44 @@ def test_an_accelerator_that_is_not_here_is_refused(name, monkeypatch):
         get_accelerator()
 
 
-def test_a_cpus_memory_is_that_of_the_process(cpu):
-    cpu.reset_peak_memory_stats()
-    before, peak_before = cpu.memory_allocated(), cpu.max_memory_allocated()
-    nbytes = 256 * 2**20
-    held = torch.ones(nbytes, dtype=torch.uint8)
-    assert cpu.memory_allocated(0) - before > 0.9 * nbytes
-    del held
-    assert cpu.max_memory_allocated() - peak_before > 0.9 * nbytes
-    cpu.empty_cache()
-    assert 0 < cpu.memory_reserved() <= cpu.available_memory() + cpu.memory_allocated()
-    assert nbytes < cpu.available_memory() < cpu.total_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def test_a_cpus_memory_is_that_of_the_process():
+    in_a_process_of_its_own("""
+before, peak_before = cpu.memory_allocated(), cpu.max_memory_allocated()
+held = torch.ones(nbytes, dtype=torch.uint8)
+assert cpu.memory_allocated(0) - before > 0.9 * nbytes
+del held
+assert cpu.max_memory_allocated() - peak_before > 0.9 * nbytes
+cpu.empty_cache()
+assert 0 < cpu.memory_reserved() <= cpu.available_memory() + cpu.memory_allocated()
+assert nbytes < cpu.available_memory() < cpu.total_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+""")
 
 
 def test_a_peak_is_counted_from_the_last_reset():
-    """In a process of its own: an engine has glibc keep what is let go of, and then nothing becomes less."""
-    code = """
-import torch
-from naught.accelerator import get_accelerator
-cpu, nbytes = get_accelerator(), 256 * 2**20
+    in_a_process_of_its_own("""
 torch.ones(nbytes, dtype=torch.uint8)
 high = cpu.max_memory_allocated()
 cpu.reset_peak_memory_stats()
 assert high - cpu.max_memory_allocated() > 0.5 * nbytes
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+""")
+
+
+def test_an_emptied_cache_gives_back_what_an_engine_has_glibc_keep():
+    in_a_process_of_its_own("""
+from naught.freed_pages import keep_freed_pages
+keep_freed_pages(torch.device("cpu"))
+held = torch.ones(nbytes, dtype=torch.uint8)
+del held
+kept = cpu.memory_allocated()
+cpu.empty_cache()
+assert kept - cpu.memory_allocated() > 0.9 * nbytes
+""")
+
+
+def in_a_process_of_its_own(code):
+    """An engine that another test made has glibc keep what is let go of: there nothing becomes less, and then nothing more."""
+    start = "import os, torch\nfrom naught.accelerator import get_accelerator\ncpu, nbytes = get_accelerator(), 256 * 2**20\n"
+    subprocess.run([sys.executable, "-c", start + code], check=True, timeout=60, env=os.environ | {"DS_ACCELERATOR": "cpu"})
 
 
 def test_seeds_are_torchs(cpu):

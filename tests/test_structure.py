@@ -83,7 +83,7 @@ LAYERS = [
     ],
     ["tiled", "vertical", "describe", "trace", "modules", "needs"],
     ["precision"],
-    ["cpu", "accelerator", "devices", "streams"],
+    ["freed_pages", "cpu", "accelerator", "devices", "streams"],
     [
         "comm.together",
         "comm.ledger",
@@ -277,7 +277,7 @@ TORCH_ALLOWED = {
         "streams",
     ),
     *("schedule", "hooks", "scout", "agreement", "build", "host_update", "update", "watch", "passes", "engine"),
-    *("cpu", "accelerator", "comm", "comm.starting", "claims", "hints", "membership", "foreign", "optimizer", "norms"),
+    *("freed_pages", "cpu", "accelerator", "comm", "comm.starting", "claims", "hints", "membership", "foreign", "optimizer", "norms"),
     *(
         "between",
         "lending",
