@@ -32,6 +32,8 @@ class Lending:
             raise UsageError(f"there is no rank {writer}", fix=f"ranks go from 0 to {self.schedule.group.size - 1}")
         source = None if writer is None else self.schedule.group.seat_of(writer)
         units = [unit for unit in wanted if unit.name not in self.lent]
+        for unit in units:
+            unit.accept_writes()
         fault = tampered(units)
         gathers = any(unit.placement.param.split or not unit.present for unit in units)
         if gathers:

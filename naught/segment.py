@@ -72,7 +72,9 @@ class Segment:
         # Masters on the host are what split weights that rest there are made of: the host keeps nothing twice.
         made = remote and placement.optim.tier is placement.param.tier is Tier.HOST
         own = None if made else home.shelf(placement.param.tier)
-        self.weights = Weights(params, layout, types, home, own, home.disk if sunk else None, split=split)
+        self.weights = Weights(
+            params, layout, types, home, own, home.disk if sunk else None, split=split, mastered=masters is not None
+        )
         self.beside: Beside | None = None  # None: it is updated on the device, in its order
         self.folded: Folded | None = None  # None: masters are whole, or there are none
         near = placement.param.tier is Tier.DEVICE and placement.optim.tier is Tier.DEVICE

@@ -31,6 +31,8 @@ def resting_of(kind: Kind, run: Run, placement: Placement, world: int, job: Job)
     if kind is Kind.PARAM and placement.param.tier is Tier.HOST and placement.optim.tier is Tier.HOST:
         # What is trained is made of its masters there each time: the host keeps nothing twice.
         return run.repeat * (pad(run.frozen, world, ALIGN_NUMEL) // world * job.recipe.weight)
+    if kind is Kind.GRAD and placement.sums_leave and not placement.grad.split and job.accumulation == 1:
+        return 0  # nothing is added to whole gradients: each unit's leave their flat as they are reduced
     whole, shard = {
         Kind.PARAM: (size.weights, size.weight_shard),
         Kind.GRAD: (size.grads, size.grad_shard),

@@ -42,6 +42,7 @@ class Stepping:
         self.scaled = False  # a loss of this step was multiplied by the scale
         self.taken = self.skipped = 0
         self.norm: Norm | None = None  # of the last step; None before the first
+        self.wary = 3  # steps: who writes where it is lost does so in every one, and a look at all weights costs time
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.scaled = True
@@ -70,7 +71,9 @@ class Stepping:
         rule, hypers = self.optimizer.rule, self.optimizer.param_groups
         how = Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
         delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
-        self.norm = update(units, schedule.group, how, self.limits, scale=scale, tell=self.passes.amiss, delayed=delayed)
+        wary, self.wary = self.wary > 0, max(0, self.wary - 1)
+        tell = self.passes.amiss
+        self.norm = update(units, schedule.group, how, self.limits, scale=scale, tell=tell, delayed=delayed, wary=wary)
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
         if self.applied:

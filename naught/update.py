@@ -7,9 +7,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from naught.block_norms import in_order, numbers_of
 from naught.comm import Group
@@ -20,6 +22,7 @@ from naught.rules import Part
 from naught.segment import Segment
 from naught.states import Updating
 from naught.steps import order_of_updates
+from naught.strays import check_strays, none_strayed, wakeful
 from naught.unit import Unit
 
 __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
@@ -60,17 +63,19 @@ def update(
     scale: float,
     tell: Callable[[], Exception | None],
     delayed: bool = False,
+    wary: bool = False,
 ) -> Norm:
     """Undo the scale of the loss, clip, and apply the rule to what this rank owns. If the norm is not finite, or something
     is amiss on any rank, nothing changes on any. What rests on the host may still be updated there when this returns; delayed,
-    its weights follow the update before this one. `tell` says what is amiss, while the device computes the norm.
+    its weights follow the update before this one. `tell` says what is amiss, while the device computes the norm; wary, weights
+    are also compared with their masters.
 
     The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
     no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
     used = [flag for segment in trained for flag in segment.grads.used]
-    amiss, square = _look(trained, _husks(units), tell)
+    amiss, square = _look(trained, _questions(units, wary=wary), tell)
     amiss = amiss or group.noted
     rows = group.exchange(torch.tensor([amiss is not None, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
@@ -113,23 +118,40 @@ def misused(units: Sequence[Unit]) -> UsageError | None:
     return None
 
 
+class _Question(NamedTuple):
+    """Whether weights are as they should be, as the device will know; and what raises if they are not."""
+
+    fine: Tensor
+    check: Callable[[], None]
+
+
+def _questions(units: Sequence[Unit], *, wary: bool) -> list[_Question]:
+    asked = []
+    if husks := _husks(units):
+        asked.append(_Question(untouched(husks), partial(check_husks, husks)))
+    if wary and (watched := wakeful([segment for unit in units for segment in unit.trained])):
+        asked.append(_Question(none_strayed(watched), partial(check_strays, watched)))
+    return asked
+
+
 def _look(
-    trained: Sequence[Segment], husks: Sequence[Husks], tell: Callable[[], Exception | None]
+    trained: Sequence[Segment], asked: Sequence[_Question], tell: Callable[[], Exception | None]
 ) -> tuple[Exception | None, float]:
     """What is amiss, such as a husk that was written to, and the sum of squares of this rank's slices: the same at every stage
     and on every tier. This is where the host waits for its device."""
     found = [norms for segment in trained if segment.counts for norms in segment.grads.norms()]
-    if husks:
-        found.append(untouched(husks).double().reshape(1))
+    norms = sum(each.numel() for each in found)
+    found += [question.fine.double().reshape(1) for question in asked]
     squares = torch.cat(found).square_() if found else None
     amiss = tell()
     numbers = [] if squares is None else numbers_of(squares)
-    if husks and not numbers.pop():
-        try:
-            check_husks(husks)
-        except UsageError as error:
-            amiss = amiss or error
-    return amiss, in_order(numbers)
+    for question, fine in zip(asked, numbers[norms:], strict=True):
+        if not fine:
+            try:
+                question.check()
+            except UsageError as error:
+                amiss = amiss or error
+    return amiss, in_order(numbers[:norms])
 
 
 def _culprit(trained: Sequence[Segment]) -> str | None:
@@ -206,9 +228,10 @@ def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 def _tell_autograd(units: Sequence[Unit]) -> None:
     """Writing a flat does not bump the version counters by which autograd notices a change behind its back."""
-    torch.autograd.graph.increment_version(
-        [param for unit in units for segment in unit.trained for param in segment.weights.params]
-    )
+    weights = [segment.weights for unit in units for segment in unit.trained]
+    torch.autograd.graph.increment_version([param for each in weights for param in each.params])
+    for each in weights:
+        each.guard.renew()
 
 
 def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:

@@ -59,7 +59,7 @@ def test_states_are_the_papers_plus_padding(runs, placement, ranks, dtype):
     if optim is Tier.HOST and param is Tier.HOST:
         more -= job.recipe.weight * padded // ranks  # weights that rest there are made of their masters
     if optim is Tier.HOST and grad is Tier.DEVICE:
-        more += job.recipe.grad * padded // ranks  # sums wait for the update there
+        more += job.recipe.grad * padded // ranks - job.recipe.grad * padded  # sums wait for the update there alone
     assert states_of(found) == state_bytes(padded, placement, ranks, wanted) + more
 
 
@@ -272,6 +272,16 @@ def test_micro_batches_are_summed_in_32_bits():
     one, many = (forecast("x", run, NOTHING, machine_of(2), Job(accumulation=a)) for a in (1, 4))
     assert many.memory[Tier.DEVICE][Category.GRADIENTS] == 2 * one.memory[Tier.DEVICE][Category.GRADIENTS]
     assert many.volume["reduce-scatter"] == 4 * one.volume["reduce-scatter"]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_whole_gradients_that_leave_for_the_host_rest_on_the_device_only_while_they_are_summed(ranks):
+    numel = 64 * 1000
+    row = [[PlacedRun(Run("block", numel, 10), PLACEMENTS[f"stage{stage}-offload"])] for stage in (1, 2)]
+    once, split = (forecast("x", placed, NOTHING, machine_of(ranks), Job()) for placed in row)
+    assert {tier: once.total(tier) for tier in Tier} == {tier: split.total(tier) for tier in Tier}
+    summed = forecast("x", row[0], NOTHING, machine_of(ranks), Job(accumulation=2))
+    assert summed.memory[Tier.DEVICE][Category.GRADIENTS] == 4 * 10 * numel
 
 
 def test_gradients_on_disk_are_added_to_in_place():

@@ -354,8 +354,79 @@ def test_a_write_inside_a_pass_is_noticed_where_it_would_be_lost():
             return super().forward(ids)
 
     take_steps(engine_of(Clamping(), config_of(1)), 1)
-    with pytest.raises(UsageError, match=r'"norm\.weight" was written to inside a pass'):
+    with pytest.raises(UsageError, match=r'"norm\.weight" was written to outside of.* gone with the gathered weights'):
         take_steps(engine_of(Clamping(), config_of(3)), 1)
+
+
+def scales(weight: nn.Parameter, how: str) -> None:
+    if how == "data":
+        weight.data.mul_(0.5)
+    else:
+        with torch.no_grad():
+            weight.mul_(0.5)
+
+
+def writes_beside_masters(stage: int, how: str, options: dict) -> tuple[str, bool]:
+    engine = start(stage, **options)
+    take_steps(engine, 1)
+    weight = engine.module.blocks[0].up.weight
+    if my_rank() == 0:
+        scales(weight, how)
+    for _ in range(2):  # until it is taken over
+        with pytest.raises(UsageError) as raised:
+            take_steps(engine, 1, first=1)
+    with engine.gathered(writer=0):
+        pass
+    takes_over = take_steps(engine, 2, first=1)
+    engine = start(stage, **options)
+    take_steps(engine, 1)
+    with engine.gathered(), torch.no_grad():
+        engine.module.blocks[0].up.weight.mul_(0.5)
+    return str(raised.value), takes_over == take_steps(engine, 2, first=1)
+
+
+HALF = {"more": {"fp16": {"enabled": True, "loss_scale": 8}}}
+BRAIN = {"more": {"bf16": {"enabled": True}}}
+OFFLOADED = {"more": {"naught": {"lazy_weights": False}}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "options"),
+    [(0, "data", HALF), (0, "no_grad", HALF), (2, "data", BRAIN), (2, "no_grad", BRAIN), (1, "no_grad", OFFLOADED)],
+)
+def test_a_write_that_masters_do_not_know_of_is_an_error_on_every_rank_and_can_be_taken_over(two, stage, how, options):
+    for said, kept in two.run(writes_beside_masters, stage, how, options):
+        assert '"blocks.0.up.weight" was written to outside of engine.gathered()' in said
+        assert "masters, which do not know of it" in said
+        assert "Write inside engine.gathered(), between passes; opened now, it takes over what was written" in said
+        assert kept
+
+
+def test_a_save_does_not_leave_out_what_was_written(tmp_path):
+    engine = start(2, **BRAIN)
+    take_steps(engine, 1)
+    scales(engine.module.head.weight, "no_grad")
+    with pytest.raises(UsageError, match=r'"head\.weight" was written to outside of'):
+        engine.save_checkpoint(tmp_path)
+    assert not any(tmp_path.iterdir())
+    with engine.gathered():
+        wanted = engine.module.head.weight.detach().clone()
+    engine.save_checkpoint(tmp_path)
+    engine = start(2, **BRAIN)
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(engine.module.head.weight, wanted)
+
+
+@pytest.mark.parametrize("how", ["data", "no_grad"])
+def test_without_masters_a_write_between_steps_is_kept(how):
+    found = []
+    for stage in range(3):
+        engine = start(stage)
+        take_steps(engine, 1)
+        scales(engine.module.blocks[0].up.weight, how)
+        found.append((take_steps(engine, 2, first=1), digest_of_weights(engine)))
+    assert all(run == found[0] for run in found)
+    assert found[0][0] != take_steps(start(0), 3)[1:]
 
 
 def test_numpy_of_a_gathered_weight_costs_memory_and_nothing_else():

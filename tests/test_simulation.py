@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -637,6 +638,15 @@ def test_the_command_says_what_it_simulates_and_whether_it_fits(capsys, gpu, fit
     said = capsys.readouterr().out
     assert "stage 3, bf16, micro-batch 1 x 1024 tokens, accumulation 1" in said
     assert next(line for line in said.splitlines() if line.startswith("device ")).split()[5].strip(":") == fits
+
+
+@pytest.mark.parametrize(("host", "fits"), [("2GB", "yes"), ("1GB", "no")])
+def test_gradients_have_their_place_on_the_host_for_good(capsys, host, fits):
+    """16 bytes for each of 60 million parameters: masters, moments and gradients; 12 of them would have room in either."""
+    asked = ["simulate", "gpt:layers=4,hidden=1024,heads=16,vocab=8192", "--gpu", "10GB", "--host", host]
+    assert main([*asked, "--stage", "2", "--offload", "optimizer"]) == 0
+    (row,) = re.findall(r"^host .*(?:yes|no|perhaps)", capsys.readouterr().out, re.MULTILINE)
+    assert row.split()[-1] == fits
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_run_sh_takes_one_by_its_number(tmp_path):
     ended = subprocess.run(
         [ROOT / "examples" / "six_runs" / "run.sh", "4", *SMALL, *SHORT, "--json"],
         cwd=tmp_path,
-        env=environment(PATH=f"{ROOT}/.venv/bin:/usr/bin:/bin"),
+        env=environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin"),
         capture_output=True,
         text=True,
         timeout=200,

@@ -95,17 +95,19 @@ def _job(config: dict[str, Any], batch: Batch) -> str:
     return ", ".join([*parts, *places])
 
 
-_AT_REST = ("weights", "masters", "rests", "states")
+_AT_REST = {"weights", "masters", "rests", "states"}
+_AT_REST |= {
+    f"{tier} {name}" for tier in ("host", "disk") for name in (*_AT_REST, "gradients")
+}  # those have their place for good
 
 
 def _fits(found: Simulated, machine: Machine) -> list[tuple[str, str, str, str]]:
     """Peaks need not come together: if all of them have room it fits, and if what always rests there has none it does not."""
     total, resting = Counter({Tier.DEVICE: found.activations.most}), Counter[Tier]()
     for name, nbytes in found.peak.items():
-        first, _, rest = name.partition(" ")
-        tier = {"host": Tier.DEVICE if machine.unified else Tier.HOST, "disk": Tier.DISK}.get(first, Tier.DEVICE)
+        tier = {"host": Tier.DEVICE if machine.unified else Tier.HOST, "disk": Tier.DISK}.get(name.split()[0], Tier.DEVICE)
         total[tier] += nbytes
-        resting[tier] += nbytes if name in _AT_REST or rest in _AT_REST else 0
+        resting[tier] += nbytes if name in _AT_REST else 0
     rows = []
     for tier, nbytes in total.items():
         room = machine.capacity(tier)

@@ -125,6 +125,9 @@ def _refuse_now(engine: Answers) -> None:
     engine.refuse_inside_gathered()
     if engine.accumulation.ended:
         raise UsageError("gradients of a step that is not over are not saved", fix="save after the last micro-batch of a step")
+    for segment in (segment for unit in engine.schedule.units.values() for segment in unit.trained):
+        if written := segment.weights.guard.written():
+            raise written
 
 
 def _contents(engine: Answers, identity: str, own: Mapping[str, Tensor], *, frozen: bool) -> tuple[Table, bytes, list[Kept]]:
