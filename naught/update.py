@@ -22,7 +22,7 @@ from naught.rules import Part
 from naught.segment import Segment
 from naught.states import Updating
 from naught.steps import order_of_updates
-from naught.strays import check_strays, none_strayed, wakeful
+from naught.strays import check_strays, forgive, none_strayed, wakeful
 from naught.unit import Unit
 
 __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
@@ -106,6 +106,7 @@ def _husks(units: Sequence[Unit]) -> list[Husks]:
 def misused(units: Sequence[Unit]) -> UsageError | None:
     """The same, as far as no device has to be asked."""
     for segment in (segment for unit in units for segment in unit.segments):
+        forgive(segment)
         amiss = segment.weights.guard.tell()
         if amiss is not None:
             return amiss

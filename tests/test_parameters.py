@@ -417,6 +417,37 @@ def test_a_save_does_not_leave_out_what_was_written(tmp_path):
     assert torch.equal(engine.module.head.weight, wanted)
 
 
+def test_what_a_load_replaces_may_have_been_written_to(tmp_path):
+    options = {"more": BRAIN["more"] | {"naught": {"small_masters": True}}}
+    engine = start(1, **options)
+    take_steps(engine, 1)
+    engine.save_checkpoint(tmp_path)
+    wanted = take_steps(engine, 1, first=1)
+    scales(engine.module.head.weight, "no_grad")
+    with pytest.raises(UsageError, match="was written to outside of"):
+        take_steps(engine, 1, first=2)
+    engine.load_checkpoint(tmp_path)
+    assert take_steps(engine, 1, first=1) == wanted
+
+
+@pytest.mark.parametrize(("stage", "options"), [(0, HALF), (2, BRAIN), (1, OFFLOADED)])
+def test_weights_that_are_put_back_behind_an_evaluation_with_others_have_not_been_written_to(stage, options):
+    engine = start(stage, **options)
+    take_steps(engine, 1)
+    params = list(engine.module.parameters())
+    with torch.no_grad():
+        kept = [param.clone() for param in params]
+        for param in params:
+            param.mul_(0.9)
+        engine.eval()
+        engine(batch_of(9, 0))
+        engine.train()
+        for param, value in zip(params, kept, strict=True):
+            param.copy_(value)
+    found = take_steps(engine, 2, first=1)
+    assert found == take_steps(start(stage, **options), 3)[1:]
+
+
 @pytest.mark.parametrize("how", ["data", "no_grad"])
 def test_without_masters_a_write_between_steps_is_kept(how):
     found = []

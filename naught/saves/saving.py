@@ -23,6 +23,7 @@ from naught.saves.numbers import told
 from naught.saves.own_states import OWN, own_tensors
 from naught.saves.snapshot import Kept
 from naught.stored_part import StoredPart
+from naught.strays import forgive
 
 __all__ = ["Asked", "Save", "begin", "undone_on_error", "write"]
 
@@ -126,6 +127,7 @@ def _refuse_now(engine: Answers) -> None:
     if engine.accumulation.ended:
         raise UsageError("gradients of a step that is not over are not saved", fix="save after the last micro-batch of a step")
     for segment in (segment for unit in engine.schedule.units.values() for segment in unit.trained):
+        forgive(segment)
         if written := segment.weights.guard.written():
             raise written
 
