@@ -4,6 +4,7 @@ there yet, so a debugger that stops one stops all. Nobody waits for a time: wher
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -18,6 +19,9 @@ Result = TypeVar("Result")
 Keep = Callable[[], Callable[[], None]]  # look how things are, and return what makes them so again
 
 _FAREWELL_S = 5.0  # for ranks that run while somebody interrupts them all
+# Ranks that do little but wait for each other pass the interpreter on among themselves, and another thread that wants it, such as
+# the one that hears of an interrupt, may never have it: after so many turns nobody has it for a moment.
+_TURNS, _REST_S = 64, 1e-4
 
 
 class _Wait(NamedTuple):
@@ -49,6 +53,7 @@ class Turns:
         self.fault: Callable[[], NaughtError] | None = None  # what ends all of them; None: nothing yet
         self.first: _Player | None = None  # that has failed
         self.all_over = threading.Semaphore(0)
+        self.taken = 0  # turns
 
     def run(self, ranks: Sequence[Rank], play: Callable[[int], Result]) -> list[Result]:
         """What each rank returns. If one fails all do, and its error is raised here."""
@@ -113,6 +118,9 @@ class Turns:
         if following is player:
             return
         player.restore = self.keep()
+        self.taken += 1
+        if self.taken % _TURNS == 0:
+            time.sleep(_REST_S)
         self._hand_to(following)
         if not player.ended:
             player.turn.acquire()
