@@ -40,6 +40,16 @@ class Folded:
         if self.copy is not None:
             self.keep(self.copy, weights)
 
+    def mend(self, weights: Tensor) -> None:
+        """Somebody may have written to the weights: rests that do not fit them go."""
+        self.rests.masked_fill_(self.misfits(weights), 0)
+        self.copy = None
+
+    def misfits(self, weights: Tensor, start: int = 0) -> Tensor:
+        """Which rests, from a place on, do not go with weights. Any rest goes with any weight, and moves it by less than it is
+        rounded by, but for zero: no master that rounds to it is below it, and together they would not be a number."""
+        return (weights == 0) & (self.rests[start : start + weights.numel()] < 0)
+
     def _stretches(self, wide: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, ...]]:
         if wide.numel():
             yield from zip(*(torch.split(tensor, STRETCH_NUMEL) for tensor in (wide, weights, self.rests)), strict=True)

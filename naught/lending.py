@@ -24,16 +24,15 @@ class Lending:
         self.lent: set[str] = set()
 
     @contextmanager
-    def open(self, params: Iterable[nn.Parameter] | None, writer: int | None) -> Iterator[None]:
+    def open(self, params: Iterable[nn.Parameter] | None, writer: int | None, *, keeps: bool = True) -> Iterator[None]:
         """While open, the units of these parameters, or all, are whole and the user's. What the writer's rank has written
-        is kept; without one, all ranks must write the same. What is lent already stays so."""
+        is kept; without one, all ranks must write the same. What is lent already stays so. Unless it `keeps` what is written they
+        are lent for reading."""
         wanted = self._wanted(params)
         if writer is not None and not 0 <= writer < self.schedule.group.size:
             raise UsageError(f"there is no rank {writer}", fix=f"ranks go from 0 to {self.schedule.group.size - 1}")
         source = None if writer is None else self.schedule.group.seat_of(writer)
         units = [unit for unit in wanted if unit.name not in self.lent]
-        for unit in units:
-            unit.accept_writes()
         fault = tampered(units)
         gathers = any(unit.placement.param.split or not unit.present for unit in units)
         if gathers:
@@ -60,7 +59,10 @@ class Lending:
                 for unit in wanted:
                     unit.spread(source)
             for unit in units:
-                unit.take_back()
+                if keeps:
+                    unit.take_back()
+                else:
+                    unit.forget_loan()
             for unit in held:  # a pass that is still open counts on them
                 unit.fetch()
 

@@ -227,12 +227,14 @@ class Passes:
         for unit in units:
             unit.catch_up()
 
-    def lending(self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None) -> AbstractContextManager[None]:
-        """Lend the units of these parameters, or all."""
+    def lending(
+        self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None, *, keeps: bool = True
+    ) -> AbstractContextManager[None]:
+        """Lend the units of these parameters, or all; for reading, unless what is written is kept."""
         running = self.schedule.current
         if running is not None and (running.seen_backward or not running.training):
             self.close()
-        return self.lends.open(params, writer)
+        return self.lends.open(params, writer, keeps=keeps)
 
     def remove(self) -> None:
         """Give the model whole weights of its own again, and stop to listen."""

@@ -28,6 +28,7 @@ from naught.stash import HostSum
 from naught.states import Cut, Resting, States, Updating
 from naught.stored_part import StoredPart
 from naught.streams import here
+from naught.versions import Versions
 from naught.weights import Weights
 
 __all__ = ["WEIGHTS", "Segment"]
@@ -72,9 +73,9 @@ class Segment:
         # Masters on the host are what split weights that rest there are made of: the host keeps nothing twice.
         made = remote and placement.optim.tier is placement.param.tier is Tier.HOST
         own = None if made else home.shelf(placement.param.tier)
-        self.weights = Weights(
-            params, layout, types, home, own, home.disk if sunk else None, split=split, mastered=masters is not None
-        )
+        self.weights = Weights(params, layout, types, home, own, home.disk if sunk else None, split=split)
+        # Of parameters that users can write to while others are their masters; None: they are absent, or their own.
+        self.known = Versions(params) if masters is not None and not split else None
         self.beside: Beside | None = None  # None: it is updated on the device, in its order
         self.folded: Folded | None = None  # None: masters are whole, or there are none
         near = placement.param.tier is Tier.DEVICE and placement.optim.tier is Tier.DEVICE
@@ -325,11 +326,26 @@ class Segment:
         elif self.folded is not None:
             before, self.folded.lent, self.folded.copy = self.folded.lent, None, None
         self.weights.take_back(mine)
+        if self.known is not None:
+            self.known.renew()
         if self.weights.stored is not None:
             self.weights.stored.written()
             self.weights.stored.will_change()
         if before is not None:
             self.kept.follow(mine, before.to(mine.device))
+        if self.folded is not None:
+            self.folded.mend(mine)
+
+    def heed_writes(self) -> None:
+        """Somebody has written to whole weights: where they are not what their masters round to, masters are theirs. Where they
+        are behind their masters they cannot tell, and what was written is lost."""
+        assert self.known is not None
+        self.known.renew()
+        if self.folded is not None:
+            self.folded.mend(self.target)
+        elif not self.behind:
+            mine = self.target
+            self.kept.follow(mine, self._rounded().to(mine.device))
 
     def close(self) -> None:
         """Give the parameters whole weights of their own and let go of everything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from naught.job import Job
@@ -10,7 +11,7 @@ from naught.placement import Kind, Placement, Tier
 from naught.shapes import Run
 from naught.steps import UnitBytes
 
-__all__ = ["PlacedRun", "resting_bytes", "resting_of", "tiled", "trained_numel", "unit_bytes"]
+__all__ = ["PlacedRun", "resting_bytes", "resting_of", "rests_of", "tiled", "trained_numel", "unit_bytes"]
 
 
 class PlacedRun(NamedTuple):
@@ -21,9 +22,17 @@ class PlacedRun(NamedTuple):
 def resting_bytes(run: Run, placement: Placement, world: int, job: Job) -> dict[Tier, int]:
     """What a run's states take on each tier between their uses."""
     totals = dict.fromkeys(Tier, 0)
-    for kind in Kind:
-        totals[placement.of(kind).tier] += resting_of(kind, run, placement, world, job)
+    for _, tier, nbytes in rests_of(run, placement, world, job):
+        totals[tier] += nbytes
     return totals
+
+
+def rests_of(run: Run, placement: Placement, world: int, job: Job) -> Iterator[tuple[Kind, Tier, int]]:
+    """What of it rests where. Sums of gradients that rest on the device wait for an update elsewhere on the host."""
+    for kind in Kind:
+        yield kind, placement.of(kind).tier, resting_of(kind, run, placement, world, job)
+    if placement.sums_rest is not placement.grad.tier:
+        yield Kind.GRAD, placement.sums_rest, run.repeat * unit_bytes(run, placement, world, job).grad_shard
 
 
 def resting_of(kind: Kind, run: Run, placement: Placement, world: int, job: Job) -> int:
@@ -66,11 +75,10 @@ _MASTER = 4
 
 
 def _state(placement: Placement, job: Job) -> float:
-    """Bytes of optimizer state for a parameter; an update off the device needs a whole master there, also of 32-bit weights, and
-    on the host a place for the gradients that do not rest there."""
+    """Bytes of optimizer state for a parameter; an update off the device needs a whole master there, also of 32-bit weights."""
     recipe = job.recipe
     if placement.optim.tier is Tier.HOST:
-        return recipe.moments + _MASTER + (job.kept_host_grad if placement.grad.tier is Tier.DEVICE else 0)
+        return recipe.moments + _MASTER
     if recipe.master == 2 and not (placement.param.tier is placement.optim.tier is Tier.DEVICE):
         return recipe.moments + _MASTER  # weights and rests are a master only side by side
     sunk = recipe.master == 0 and Tier.DISK in (placement.optim.tier, placement.param.tier)  # nothing is updated there

@@ -14,6 +14,7 @@ from naught.optimizer import Optimizer
 from naught.passes import Passes
 from naught.rules import Hyper
 from naught.states import Updating
+from naught.strays import Lookout
 from naught.update import Norm, UpdateLimits, update
 
 __all__ = ["Scheduler", "Stepping"]
@@ -42,7 +43,7 @@ class Stepping:
         self.scaled = False  # a loss of this step was multiplied by the scale
         self.taken = self.skipped = 0
         self.norm: Norm | None = None  # of the last step; None before the first
-        self.wary = 3  # steps: who writes where it is lost does so in every one, and a look at all weights costs time
+        self.lookout = Lookout()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.scaled = True
@@ -71,14 +72,14 @@ class Stepping:
         rule, hypers = self.optimizer.rule, self.optimizer.param_groups
         how = Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
         delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
-        wary, self.wary = self.wary > 0, max(0, self.wary - 1)
-        tell = self.passes.amiss
-        self.norm = update(units, schedule.group, how, self.limits, scale=scale, tell=tell, delayed=delayed, wary=wary)
+        tell, lookout = self.passes.amiss, self.lookout
+        self.norm = update(units, schedule.group, how, self.limits, scale=scale, tell=tell, lookout=lookout, delayed=delayed)
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
         if self.applied:
             self.taken += 1
             self.optimizer.has_stepped()
+            self.lookout.has_stepped()
             if self.rates is not None:
                 self.rates.step(**rate_arguments)
         else:

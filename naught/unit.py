@@ -124,12 +124,6 @@ class Unit:
             self.outdate(hide=self.lazy)
         return any(caught_up)
 
-    def accept_writes(self) -> None:
-        """What was written to whole weights is taken over with a loan, when it ends."""
-        for segment in self.segments:
-            if not segment.weights.split:
-                segment.weights.guard.renew()
-
     def lend(self) -> None:
         """Give the parameters copies that stay valid; split weights are absent until they are gathered again."""
         self.fetch()

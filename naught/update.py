@@ -22,7 +22,7 @@ from naught.rules import Part
 from naught.segment import Segment
 from naught.states import Updating
 from naught.steps import order_of_updates
-from naught.strays import check_strays, forgive, none_strayed, wakeful
+from naught.strays import Lookout, heed_writes
 from naught.unit import Unit
 
 __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
@@ -62,20 +62,22 @@ def update(
     *,
     scale: float,
     tell: Callable[[], Exception | None],
+    lookout: Lookout,
     delayed: bool = False,
-    wary: bool = False,
 ) -> Norm:
     """Undo the scale of the loss, clip, and apply the rule to what this rank owns. If the norm is not finite, or something
     is amiss on any rank, nothing changes on any. What rests on the host may still be updated there when this returns; delayed,
-    its weights follow the update before this one. `tell` says what is amiss, while the device computes the norm; wary, weights
-    are also compared with their masters.
+    its weights follow the update before this one. `tell` says what is amiss, while the device computes the norm. What users have
+    written to weights is heeded first.
 
     The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
     no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
     used = [flag for segment in trained for flag in segment.grads.used]
-    amiss, square = _look(trained, _questions(units, wary=wary), tell)
+    with group.noting():
+        heed_writes(trained)
+    amiss, square = _look(trained, _questions(units, lookout), tell)
     amiss = amiss or group.noted
     rows = group.exchange(torch.tensor([amiss is not None, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
@@ -106,7 +108,6 @@ def _husks(units: Sequence[Unit]) -> list[Husks]:
 def misused(units: Sequence[Unit]) -> UsageError | None:
     """The same, as far as no device has to be asked."""
     for segment in (segment for unit in units for segment in unit.segments):
-        forgive(segment)
         amiss = segment.weights.guard.tell()
         if amiss is not None:
             return amiss
@@ -120,18 +121,18 @@ def misused(units: Sequence[Unit]) -> UsageError | None:
 
 
 class _Question(NamedTuple):
-    """Whether weights are as they should be, as the device will know; and what raises if they are not."""
+    """Whether weights are as they should be, as the device will know; and what to do if they are not."""
 
     fine: Tensor
-    check: Callable[[], None]
+    otherwise: Callable[[], None]
 
 
-def _questions(units: Sequence[Unit], *, wary: bool) -> list[_Question]:
+def _questions(units: Sequence[Unit], lookout: Lookout) -> list[_Question]:
     asked = []
     if husks := _husks(units):
         asked.append(_Question(untouched(husks), partial(check_husks, husks)))
-    if wary and (watched := wakeful([segment for unit in units for segment in unit.trained])):
-        asked.append(_Question(none_strayed(watched), partial(check_strays, watched)))
+    if watched := lookout.watched([segment for unit in units for segment in unit.trained]):
+        asked.append(_Question(lookout.none_strayed(watched), partial(lookout.heed, watched)))
     return asked
 
 
@@ -141,18 +142,18 @@ def _look(
     """What is amiss, such as a husk that was written to, and the sum of squares of this rank's slices: the same at every stage
     and on every tier. This is where the host waits for its device."""
     found = [norms for segment in trained if segment.counts for norms in segment.grads.norms()]
-    norms = sum(each.numel() for each in found)
+    count = sum(norms.numel() for norms in found)
     found += [question.fine.double().reshape(1) for question in asked]
     squares = torch.cat(found).square_() if found else None
     amiss = tell()
     numbers = [] if squares is None else numbers_of(squares)
-    for question, fine in zip(asked, numbers[norms:], strict=True):
-        if not fine:
-            try:
-                question.check()
-            except UsageError as error:
-                amiss = amiss or error
-    return amiss, in_order(numbers[:norms])
+    for question, fine in zip(asked, numbers[count:], strict=True):
+        try:
+            if not fine:
+                question.otherwise()
+        except UsageError as error:
+            amiss = amiss or error
+    return amiss, in_order(numbers[:count])
 
 
 def _culprit(trained: Sequence[Segment]) -> str | None:
@@ -229,10 +230,11 @@ def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 def _tell_autograd(units: Sequence[Unit]) -> None:
     """Writing a flat does not bump the version counters by which autograd notices a change behind its back."""
-    weights = [segment.weights for unit in units for segment in unit.trained]
-    torch.autograd.graph.increment_version([param for each in weights for param in each.params])
-    for each in weights:
-        each.guard.renew()
+    segments = [segment for unit in units for segment in unit.trained]
+    torch.autograd.graph.increment_version([param for segment in segments for param in segment.weights.params])
+    for segment in segments:
+        if segment.known is not None:
+            segment.known.renew()
 
 
 def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:

@@ -11,7 +11,7 @@ from naught.comm import Seat
 from naught.disk_side import DiskSide
 from naught.errors import UsageError
 from naught.flat import Flat
-from naught.guard import GONE_WITH_THE_GATHERED, UNKNOWN_TO_MASTERS, Guard
+from naught.guard import Guard
 from naught.holding import Buffer
 from naught.home import Home, Types
 from naught.husks import Husks
@@ -25,7 +25,7 @@ __all__ = ["Weights"]
 class Weights:
     """Parameters as views of one flat, and this rank's slice of it. While they are absent, parameters are husks; only split
     weights give their memory back meanwhile. Those have a shard of their own on a shelf or on disk, unless there is neither: then
-    somebody else can tell what the slice is. Mastered, they are made anew of their masters at every update."""
+    somebody else can tell what the slice is."""
 
     def __init__(
         self,
@@ -37,7 +37,6 @@ class Weights:
         disk: DiskSide | None = None,
         *,
         split: bool,
-        mastered: bool = False,
     ) -> None:
         group, dtype, device = home.group, types.weights, home.device
         self.params, self.layout, self.group, self.split, self.shelf = list(params), layout, group, split, shelf
@@ -50,7 +49,7 @@ class Weights:
         self.stored: Stored | None = None  # the slice, on disk
         self.bound = False  # the parameters are views of the flat
         self.husks = Husks(layout, dtype, device)
-        self.guard = Guard(self.params, layout, GONE_WITH_THE_GATHERED if split else UNKNOWN_TO_MASTERS if mastered else None)
+        self.guard = Guard(self.params, layout)
         self._adopt()
         if not self.stays:
             mine, self.shard = self.flat.slices[group.part], None
@@ -94,9 +93,10 @@ class Weights:
             self.guard.look()
             self._point_to(self.flat.slots)
             self.bound = True
-            if not self.split:
+            if self.split:
+                self.guard.forbid_writes()
+            else:
                 self.guard.expect([view.data_ptr() for view in self.flat.slots])
-            self.guard.forbid_writes()
 
     def hide(self) -> None:
         """Leave husks: what the flat holds is not what training has come to."""

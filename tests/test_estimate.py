@@ -280,6 +280,10 @@ def test_whole_gradients_that_leave_for_the_host_rest_on_the_device_only_while_t
     row = [[PlacedRun(Run("block", numel, 10), PLACEMENTS[f"stage{stage}-offload"])] for stage in (1, 2)]
     once, split = (forecast("x", placed, NOTHING, machine_of(ranks), Job()) for placed in row)
     assert {tier: once.total(tier) for tier in Tier} == {tier: split.total(tier) for tier in Tier}
+    far = Placement(PLACEMENTS["stage1"].param, PLACEMENTS["stage1"].grad, PLACEMENTS["infinity-disk"].optim)
+    on_disk = forecast("x", [PlacedRun(Run("block", numel, 10), far)], NOTHING, machine_of(ranks), Job())
+    for found in (once, split, on_disk):
+        assert found.memory[Tier.HOST][Category.GRADIENTS] == 4 * 10 * numel // ranks
     summed = forecast("x", row[0], NOTHING, machine_of(ranks), Job(accumulation=2))
     assert summed.memory[Tier.DEVICE][Category.GRADIENTS] == 4 * 10 * numel
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from training import config_of, digest, digest_of_weights, engine_of, start, tak
 
 from naught.errors import ModelError, UsageError
 from naught.start import initialize
+from naught.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -354,84 +356,97 @@ def test_a_write_inside_a_pass_is_noticed_where_it_would_be_lost():
             return super().forward(ids)
 
     take_steps(engine_of(Clamping(), config_of(1)), 1)
-    with pytest.raises(UsageError, match=r'"norm\.weight" was written to outside of.* gone with the gathered weights'):
+    with pytest.raises(UsageError, match=r'"norm\.weight" was written to inside a pass'):
         take_steps(engine_of(Clamping(), config_of(3)), 1)
-
-
-def scales(weight: nn.Parameter, how: str) -> None:
-    if how == "data":
-        weight.data.mul_(0.5)
-    else:
-        with torch.no_grad():
-            weight.mul_(0.5)
-
-
-def writes_beside_masters(stage: int, how: str, options: dict) -> tuple[str, bool]:
-    engine = start(stage, **options)
-    take_steps(engine, 1)
-    weight = engine.module.blocks[0].up.weight
-    if my_rank() == 0:
-        scales(weight, how)
-    for _ in range(2):  # until it is taken over
-        with pytest.raises(UsageError) as raised:
-            take_steps(engine, 1, first=1)
-    with engine.gathered(writer=0):
-        pass
-    takes_over = take_steps(engine, 2, first=1)
-    engine = start(stage, **options)
-    take_steps(engine, 1)
-    with engine.gathered(), torch.no_grad():
-        engine.module.blocks[0].up.weight.mul_(0.5)
-    return str(raised.value), takes_over == take_steps(engine, 2, first=1)
 
 
 HALF = {"more": {"fp16": {"enabled": True, "loss_scale": 8}}}
 BRAIN = {"more": {"bf16": {"enabled": True}}}
+FOLDED = {"more": {"bf16": {"enabled": True}, "naught": {"small_masters": True}}}
 OFFLOADED = {"more": {"naught": {"lazy_weights": False}}, "offload_optimizer": {"device": "cpu"}}
+BESIDE = {"more": BRAIN["more"] | OFFLOADED["more"], "offload_optimizer": {"device": "cpu"}}
+
+
+def writes(stage: int, how: str, options: dict) -> tuple[list[float], str]:
+    """In every step but the last, as whoever clamps. Weights are made zero in part, as by pruning."""
+    engine = start(stage, **options)
+    found = take_steps(engine, 1)
+    for step in range(1, 5):
+        for weight in (engine.module.blocks[0].up.weight, engine.module.head.weight):
+            if how == "gathered":
+                with engine.gathered(), torch.no_grad():
+                    weight.mul_(0.5)[::2].zero_()
+            elif how == "data":
+                weight.data.mul_(0.5)[::2].zero_()
+            elif how == "no_grad":
+                with torch.no_grad():
+                    weight.mul_(0.5)[::2].zero_()
+        found += take_steps(engine, 1, first=step)
+    return found + take_steps(engine, 1, first=5), digest_of_weights(engine)
 
 
 @pytest.mark.parametrize(
-    ("stage", "how", "options"),
-    [(0, "data", HALF), (0, "no_grad", HALF), (2, "data", BRAIN), (2, "no_grad", BRAIN), (1, "no_grad", OFFLOADED)],
+    ("how", "options"),
+    [("data", {}), ("data", HALF), ("data", BRAIN), *[("no_grad", each) for each in ({}, HALF, BRAIN, OFFLOADED, BESIDE)]],
 )
-def test_a_write_that_masters_do_not_know_of_is_an_error_on_every_rank_and_can_be_taken_over(two, stage, how, options):
-    for said, kept in two.run(writes_beside_masters, stage, how, options):
-        assert '"blocks.0.up.weight" was written to outside of engine.gathered()' in said
-        assert "masters, which do not know of it" in said
-        assert "Write inside engine.gathered(), between passes; opened now, it takes over what was written" in said
-        assert kept
+def test_what_is_written_between_steps_is_kept_at_every_stage_as_inside_gathered(two, how, options):
+    stages = (1, 2) if "offload_optimizer" in options else (0, 1, 2)
+    wanted = two.run(writes, stages[0], "gathered", options)
+    assert wanted != two.run(writes, stages[0], "nothing", options)
+    for stage in stages:
+        assert two.run(writes, stage, how, options) == wanted
 
 
-def test_a_save_does_not_leave_out_what_was_written(tmp_path):
+def test_a_small_master_of_a_weight_that_was_written_to_is_a_number():
+    """Zero and the rest of another weight may not be one."""
+    for how in ("no_grad", "gathered", "data"):
+        losses, _ = writes(1, how, FOLDED)
+        assert all(map(math.isfinite, losses))
+
+
+def test_whoever_writes_where_nobody_counts_is_told_once(caplog):
+    writes(2, "no_grad", BRAIN)
+    assert not caplog.records
+    writes(2, "data", BRAIN)
+    assert [record.message for record in caplog.records if "through .data" in record.message] == [caplog.records[0].message]
+    assert '"blocks.0.up.weight" was written to through .data' in caplog.records[0].message
+
+
+def test_what_was_written_is_saved(tmp_path):
     engine = start(2, **BRAIN)
     take_steps(engine, 1)
-    scales(engine.module.head.weight, "no_grad")
-    with pytest.raises(UsageError, match=r'"head\.weight" was written to outside of'):
-        engine.save_checkpoint(tmp_path)
-    assert not any(tmp_path.iterdir())
-    with engine.gathered():
-        wanted = engine.module.head.weight.detach().clone()
+    with torch.no_grad():
+        engine.module.head.weight.fill_(0.3)
     engine.save_checkpoint(tmp_path)
     engine = start(2, **BRAIN)
     engine.load_checkpoint(tmp_path)
-    assert torch.equal(engine.module.head.weight, wanted)
+    assert bool((engine.module.head.weight == torch.tensor(0.3).bfloat16()).all())
 
 
-def test_what_a_load_replaces_may_have_been_written_to(tmp_path):
-    options = {"more": BRAIN["more"] | {"naught": {"small_masters": True}}}
-    engine = start(1, **options)
+def test_what_a_load_replaces_is_gone(tmp_path):
+    engine = start(1, **BRAIN)
     take_steps(engine, 1)
     engine.save_checkpoint(tmp_path)
-    wanted = take_steps(engine, 1, first=1)
-    scales(engine.module.head.weight, "no_grad")
-    with pytest.raises(UsageError, match="was written to outside of"):
-        take_steps(engine, 1, first=2)
+    wanted = take_steps(engine, 2, first=1)
+    with torch.no_grad():
+        engine.module.head.weight.mul_(0.5)
     engine.load_checkpoint(tmp_path)
-    assert take_steps(engine, 1, first=1) == wanted
+    assert take_steps(engine, 2, first=1) == wanted
 
 
-@pytest.mark.parametrize(("stage", "options"), [(0, HALF), (2, BRAIN), (1, OFFLOADED)])
-def test_weights_that_are_put_back_behind_an_evaluation_with_others_have_not_been_written_to(stage, options):
+def test_a_write_to_one_parameter_outlasts_one_to_the_master_of_another():
+    engine = start(2, **BRAIN)
+    take_steps(engine, 1)
+    layer = engine.module.blocks[0].up
+    with torch.no_grad():
+        layer.weight.fill_(0.3)
+    safe_set_full_fp32_param(layer.bias, torch.zeros(layer.bias.shape))
+    for found in (layer.weight, safe_get_full_fp32_param(layer.weight)):
+        assert bool((found == torch.tensor(0.3).bfloat16()).all())
+
+
+@pytest.mark.parametrize(("stage", "options"), [(0, HALF), (2, BRAIN), (1, OFFLOADED), (1, BESIDE), (1, FOLDED)])
+def test_weights_that_are_put_back_behind_an_evaluation_with_others_have_not_changed(tmp_path, stage, options):
     engine = start(stage, **options)
     take_steps(engine, 1)
     params = list(engine.module.parameters())
@@ -439,25 +454,21 @@ def test_weights_that_are_put_back_behind_an_evaluation_with_others_have_not_bee
         kept = [param.clone() for param in params]
         for param in params:
             param.mul_(0.9)
+        others = engine.module_state_dict()
+        engine.save_16bit_model(tmp_path)
         engine.eval()
         engine(batch_of(9, 0))
         engine.train()
         for param, value in zip(params, kept, strict=True):
             param.copy_(value)
-    found = take_steps(engine, 2, first=1)
-    assert found == take_steps(start(stage, **options), 3)[1:]
+    assert not any(torch.equal(others[name], param.cpu()) for name, param in engine.module.named_parameters() if param.any())
+    untouched = start(stage, **options)
+    assert take_steps(engine, 2, first=1) == take_steps(untouched, 3)[1:]
+    assert digest_of_masters(engine) == digest_of_masters(untouched)
 
 
-@pytest.mark.parametrize("how", ["data", "no_grad"])
-def test_without_masters_a_write_between_steps_is_kept(how):
-    found = []
-    for stage in range(3):
-        engine = start(stage)
-        take_steps(engine, 1)
-        scales(engine.module.blocks[0].up.weight, how)
-        found.append((take_steps(engine, 2, first=1), digest_of_weights(engine)))
-    assert all(run == found[0] for run in found)
-    assert found[0][0] != take_steps(start(0), 3)[1:]
+def digest_of_masters(engine) -> str:
+    return digest([safe_get_full_fp32_param(param) for param in engine.module.parameters()])
 
 
 def test_numpy_of_a_gathered_weight_costs_memory_and_nothing_else():

@@ -128,7 +128,7 @@ LAYERS = [
         "moments",
         "born",
     ],
-    ["shortage", "stall", "husks", "guard", "weights", "delivery", "gradients", "rules", "states", "segment", "unit"],
+    ["shortage", "stall", "husks", "guard", "versions", "weights", "delivery", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",
         "measuring.rounds",

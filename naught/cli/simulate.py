@@ -95,10 +95,9 @@ def _job(config: dict[str, Any], batch: Batch) -> str:
     return ", ".join([*parts, *places])
 
 
-_AT_REST = {"weights", "masters", "rests", "states"}
-_AT_REST |= {
-    f"{tier} {name}" for tier in ("host", "disk") for name in (*_AT_REST, "gradients")
-}  # those have their place for good
+_STATES = ("weights", "masters", "rests", "states")
+# Gradients have a place of their own on the host and on disk, and come and go on the device.
+_AT_REST = {*_STATES, *(f"{tier} {name}" for tier in ("host", "disk") for name in (*_STATES, "gradients"))}
 
 
 def _fits(found: Simulated, machine: Machine) -> list[tuple[str, str, str, str]]:

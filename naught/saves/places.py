@@ -68,7 +68,6 @@ def weights_written(engine: Answers) -> None:
         for segment in unit.segments:
             if segment.trained or segment.weights.stored is not None:
                 segment.written()
-            segment.weights.guard.renew()  # whatever was written before is gone, as it should be
         unit.outdate(hide=False)
         if not unit.placement.param.split:
             unit.fetch()

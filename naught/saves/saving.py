@@ -23,7 +23,7 @@ from naught.saves.numbers import told
 from naught.saves.own_states import OWN, own_tensors
 from naught.saves.snapshot import Kept
 from naught.stored_part import StoredPart
-from naught.strays import forgive
+from naught.strays import heed_writes
 
 __all__ = ["Asked", "Save", "begin", "undone_on_error", "write"]
 
@@ -60,6 +60,7 @@ def begin(engine: Answers, store: Store, asked: Asked, client_state: Mapping[str
     group.look_for_faults()
     with group.together():
         _refuse_now(engine)
+        heed_writes([segment for unit in engine.schedule.units.values() for segment in unit.trained])
         own = own_tensors(engine)
         manifest = _manifest(engine, identity, own, client_state, frozen=asked.frozen)
         table, header, tensors = _contents(engine, identity, own, frozen=asked.frozen)
@@ -126,10 +127,6 @@ def _refuse_now(engine: Answers) -> None:
     engine.refuse_inside_gathered()
     if engine.accumulation.ended:
         raise UsageError("gradients of a step that is not over are not saved", fix="save after the last micro-batch of a step")
-    for segment in (segment for unit in engine.schedule.units.values() for segment in unit.trained):
-        forgive(segment)
-        if written := segment.weights.guard.written():
-            raise written
 
 
 def _contents(engine: Answers, identity: str, own: Mapping[str, Tensor], *, frozen: bool) -> tuple[Table, bytes, list[Kept]]:

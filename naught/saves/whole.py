@@ -32,7 +32,7 @@ def whole_state(engine: Answers, *, frozen: bool = True, tied: bool = True, here
     for unit in engine.schedule.units.values():
         params = [param for segment in unit.segments for param in segment.weights.params if segment.trained or frozen]
         if params:
-            with engine.passes.lending(params):
+            with engine.passes.lending(params, keeps=False):
                 for param in params:  # one at a time: a whole one is there beside what is lent
                     whole = lineup.join(param.detach(), cut[param].shape) if lineup and param in cut else param.detach()
                     if here:
