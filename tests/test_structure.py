@@ -279,7 +279,7 @@ TORCH_ALLOWED = {
     ),
     *("schedule", "hooks", "scout", "agreement", "build", "host_update", "strays", "update", "watch", "passes", "engine"),
     *("freed_pages", "cpu", "accelerator", "comm", "comm.starting", "claims", "hints", "membership", "foreign"),
-    *("optimizer", "norms"),
+    *("optimizer", "norms", "versions"),
     *(
         "between",
         "lending",
