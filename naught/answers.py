@@ -58,10 +58,15 @@ class Answers(nn.Module):
 
     def before_a_change(self) -> None:
         """What changes states comes here first: not inside of gathered(), not while a save still copies them, and not before
-        weights have followed the last update."""
+        weights have followed the last update, and masters what users have written."""
         self.refuse_inside_gathered()
         self.background.settle()
         self.passes.catch_up()
+        self.heed_writes()
+
+    def heed_writes(self) -> None:
+        """Let masters follow what users have written to weights."""
+        self.stepping.lookout.heed_all([segment for unit in self.schedule.units.values() for segment in unit.trained])
 
     def refuse_away(self) -> None:
         """Nothing can be done to states that are not there."""

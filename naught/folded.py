@@ -47,8 +47,10 @@ class Folded:
 
     def misfits(self, weights: Tensor, start: int = 0) -> Tensor:
         """Which rests, from a place on, do not go with weights. Any rest goes with any weight, and moves it by less than it is
-        rounded by, but for zero: no master that rounds to it is below it, and together they would not be a number."""
-        return (weights == 0) & (self.rests[start : start + weights.numel()] < 0)
+        rounded by, but for zero and what is infinite: no master that rounds to zero is below it, and none but themselves rounds
+        to the others. Together they would not be a number."""
+        rests = self.rests[start : start + weights.numel()]
+        return ((weights == 0) & (rests < 0)) | (weights.isinf() & (rests != 0))
 
     def _stretches(self, wide: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, ...]]:
         if wide.numel():

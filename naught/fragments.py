@@ -20,7 +20,6 @@ from naught.errors import UsageError
 from naught.layout import Span, intersect
 from naught.local_parts import part_of
 from naught.segment import Segment
-from naught.strays import heed_writes
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -164,7 +163,6 @@ def _read(param: nn.Parameter, kind: _Kind, cut: Callable[[_Home, Tensor], Tenso
 def _write(param: nn.Parameter, kind: _Kind, put: Callable[[_Home, Tensor, Tensor], None], value: Tensor) -> None:
     home = _home_of(param, writes=True)
     home.engine.passes.close()
-    heed_writes([home.segment])  # what follows makes its other weights anew
     owned = kind.find(home)
     if owned is None:
         raise UsageError(

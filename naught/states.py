@@ -10,6 +10,7 @@ from torch import Tensor
 
 from naught.comm import Group
 from naught.disk_side import DiskSide
+from naught.holding import STRETCH_NUMEL
 from naught.layout import Layout, Span, intersect, pad
 from naught.moments import Held, Packed, Wide
 from naught.rules import Hyper, Part, Rule
@@ -110,11 +111,12 @@ class States:
         """Somebody has written to the weights: where they are not what they were, masters or rests are theirs."""
         masters = self.masters
         if self.master is not None and masters is not None:
-            theirs = (weights != before).to(masters.device)
-            masters[theirs] = weights.to(masters.device)[theirs].float()
+            for own, new, old in zip(*(torch.split(each, STRETCH_NUMEL) for each in (masters, weights, before)), strict=True):
+                theirs = (new != old).to(own.device)
+                own.copy_(torch.where(theirs, new.to(own.device, torch.float32), own))
             self.master.written()
         if self.rests is not None:
-            self.rests[weights != before] = 0
+            self.rests.masked_fill_(weights != before, 0)
 
     def forget(self, names: Iterable[str]) -> None:
         """Let go of some moments."""

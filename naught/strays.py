@@ -48,6 +48,11 @@ class Lookout:
         """Whether all weights are what their masters round to, as the device will know."""
         return torch.stack([~strays.any() for segment in watched for _, strays in _compare(segment)]).all()
 
+    def heed_all(self, trained: Sequence[Segment]) -> None:
+        """Let masters follow what was written to their weights in whatever way. On an accelerator this may wait."""
+        heed_writes(trained)
+        self.heed(self.watched(trained))
+
     def heed(self, watched: Sequence[Segment]) -> None:
         """Let masters follow where weights stray; who writes to them is told once."""
         for segment in watched:
@@ -55,15 +60,20 @@ class Lookout:
             if place is None:
                 continue
             if not self.found_some:
-                slots, place = segment.layout.slots, place + segment.kept.owned.start
                 _LOG.warning(
-                    'parameter "%s" was written to through .data, where nobody counts writes: it is kept, and weights are '
-                    "compared with their masters in every step from here on, which takes some time. Write to the parameter "
-                    "itself, under torch.no_grad(), or inside engine.gathered()",
-                    next(slot.name for slot in slots if slot.span.start <= place < slot.span.stop),
+                    'parameter "%s" was written to where nobody counts writes, through .data or by a fused kernel: it is kept, '
+                    "and weights are compared with their masters in every step from here on, which takes some time. Write to the "
+                    "parameter itself, under torch.no_grad(), or inside engine.gathered()",
+                    _name_at(segment, place),
                 )
             self.found_some = True
             segment.heed_writes()
+
+
+def _name_at(segment: Segment, place: int) -> str:
+    """Of the parameter that an element of this rank's part belongs to, or, between two of them, of the one before it."""
+    place += segment.kept.owned.start
+    return [slot.name for slot in segment.layout.slots if slot.span.start <= place][-1]
 
 
 def _is_near(segment: Segment) -> bool:

@@ -404,12 +404,22 @@ def test_a_small_master_of_a_weight_that_was_written_to_is_a_number():
         assert all(map(math.isfinite, losses))
 
 
+def test_an_infinite_weight_stays_so_with_a_small_master():
+    engine = start(1, **FOLDED)
+    take_steps(engine, 1)
+    weight = engine.module.tok.weight
+    with torch.no_grad():
+        weight.fill_(-math.inf)
+    engine.heed_writes()
+    assert bool((safe_get_full_fp32_param(weight) == -math.inf).all())
+
+
 def test_whoever_writes_where_nobody_counts_is_told_once(caplog):
     writes(2, "no_grad", BRAIN)
     assert not caplog.records
     writes(2, "data", BRAIN)
     assert [record.message for record in caplog.records if "through .data" in record.message] == [caplog.records[0].message]
-    assert '"blocks.0.up.weight" was written to through .data' in caplog.records[0].message
+    assert '"blocks.0.up.weight" was written to where nobody counts' in caplog.records[0].message
 
 
 def test_what_was_written_is_saved(tmp_path):
@@ -421,6 +431,37 @@ def test_what_was_written_is_saved(tmp_path):
     engine = start(2, **BRAIN)
     engine.load_checkpoint(tmp_path)
     assert bool((engine.module.head.weight == torch.tensor(0.3).bfloat16()).all())
+
+
+def test_who_goes_on_and_who_loads_go_on_alike_whatever_was_written(tmp_path):
+    engine = start(2, **BRAIN)
+    for step in range(5):
+        take_steps(engine, 1, first=step)
+        for param in engine.module.parameters():
+            param.data.clamp_(-0.05, 0.05)
+    engine.save_checkpoint(tmp_path)
+    loaded = start(2, **BRAIN)
+    loaded.load_checkpoint(tmp_path)
+    assert take_steps(engine, 2, first=5) == take_steps(loaded, 2, first=5)
+    assert digest_of_masters(engine) == digest_of_masters(loaded)
+
+
+def test_what_was_written_to_parameters_that_a_checkpoint_lacks_outlasts_its_load(tmp_path):
+    start(1, **BRAIN).save_checkpoint(tmp_path)
+
+    class More(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Parameter(torch.ones(3))
+
+        def forward(self, ids):
+            return super().forward(ids) * self.more.mean()
+
+    engine = engine_of(More(), config_of(1, **BRAIN))
+    with torch.no_grad():
+        engine.module.more.fill_(7)
+    engine.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
+    assert bool((engine.module.more == 7).all())
 
 
 def test_what_a_load_replaces_is_gone(tmp_path):

@@ -640,6 +640,26 @@ def test_the_command_says_what_it_simulates_and_whether_it_fits(capsys, gpu, fit
     assert next(line for line in said.splitlines() if line.startswith("device ")).split()[5].strip(":") == fits
 
 
+def test_a_model_that_writes_to_its_own_parameters_can_be_simulated():
+    class Clamping(torch.nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(max=0.5)
+            return super().forward(x)
+
+    x = torch.zeros(2, 8, dtype=torch.bfloat16, device="meta")
+    found, plain = (
+        simulate(
+            torch.nn.Sequential(layer(8, 8, device="meta"), layer(8, 8, device="meta")),
+            config_of(1, more=BF16),
+            World(2),
+            lambda engine: engine(x).float().mean(),
+        )
+        for layer in (Clamping, torch.nn.Linear)
+    )
+    assert found.peak == plain.peak
+
+
 @pytest.mark.parametrize(("host", "fits"), [("2GB", "yes"), ("1GB", "no")])
 def test_gradients_have_their_place_on_the_host_for_good(capsys, host, fits):
     """16 bytes for each of 60 million parameters: masters, moments and gradients; 12 of them would have room in either."""

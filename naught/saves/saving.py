@@ -23,7 +23,6 @@ from naught.saves.numbers import told
 from naught.saves.own_states import OWN, own_tensors
 from naught.saves.snapshot import Kept
 from naught.stored_part import StoredPart
-from naught.strays import heed_writes
 
 __all__ = ["Asked", "Save", "begin", "undone_on_error", "write"]
 
@@ -60,7 +59,7 @@ def begin(engine: Answers, store: Store, asked: Asked, client_state: Mapping[str
     group.look_for_faults()
     with group.together():
         _refuse_now(engine)
-        heed_writes([segment for unit in engine.schedule.units.values() for segment in unit.trained])
+        engine.heed_writes()
         own = own_tensors(engine)
         manifest = _manifest(engine, identity, own, client_state, frozen=asked.frozen)
         table, header, tensors = _contents(engine, identity, own, frozen=asked.frozen)
