@@ -16,7 +16,7 @@ from naught.job import ActivationBytes, Checkpointing, Job
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
 from naught.placement import Kind, Tier
-from naught.sizes import PlacedRun, rests_of, tiled
+from naught.sizes import PlacedRun, each_resting, tiled
 from naught.traffic import Times, times_of, traffic_of
 from naught.working_set import working_set
 
@@ -72,7 +72,7 @@ def forecast(
     placed = [PlacedRun(tiled(run, tiles), placement) for run, placement in placed]
     memory = {tier: dict.fromkeys(Category, 0) for tier in Tier}
     for run, placement in placed:
-        for kind, tier, nbytes in rests_of(run, placement, machine.ranks, job):
+        for kind, tier, nbytes in each_resting(run, placement, machine.ranks, job):
             memory[tier][_STATES[kind]] += nbytes
     work = working_set(placed, machine.ranks, job)
     memory[Tier.DEVICE][Category.GATHERED] += work.gathered

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from naught.holding import STRETCH_NUMEL
-from naught.rounding import fold, unfold
+from naught.rounding import fold, misfits, unfold
 
 __all__ = ["Folded"]
 
@@ -42,15 +42,8 @@ class Folded:
 
     def mend(self, weights: Tensor) -> None:
         """Somebody may have written to the weights: rests that do not fit them go."""
-        self.rests.masked_fill_(self.misfits(weights), 0)
+        self.rests.masked_fill_(misfits(weights, self.rests), 0)
         self.copy = None
-
-    def misfits(self, weights: Tensor, start: int = 0) -> Tensor:
-        """Which rests, from a place on, do not go with weights. Any rest goes with any weight, and moves it by less than it is
-        rounded by, but for zero and what is infinite: no master that rounds to zero is below it, and none but themselves rounds
-        to the others. Together they would not be a number."""
-        rests = self.rests[start : start + weights.numel()]
-        return ((weights == 0) & (rests < 0)) | (weights.isinf() & (rests != 0))
 
     def _stretches(self, wide: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, ...]]:
         if wide.numel():

@@ -8,6 +8,7 @@ from torch import nn
 
 from naught.errors import UsageError
 from naught.layout import Layout
+from naught.versions import Versions
 
 __all__ = ["Guard"]
 
@@ -18,16 +19,16 @@ class Guard:
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
         self.params, self.layout = params, layout
         self.addresses: list[int] = []  # none where they change with every gather, or are the user's for a while
-        self.versions: list[int] = []  # none where a write is kept
+        self.versions: Versions | None = None  # None: a write is kept
         self.fault: UsageError | None = None
 
     def expect(self, addresses: list[int]) -> None:
         """From here on the parameters must be at these places."""
-        self.addresses, self.versions = addresses, []
+        self.addresses, self.versions = addresses, None
 
     def forbid_writes(self) -> None:
         """What is written from here on will be lost."""
-        self.versions = [param._version for param in self.params]
+        self.versions = Versions(self.params)
 
     def look(self) -> None:
         """Remember the first thing that is wrong."""
@@ -50,10 +51,10 @@ class Guard:
         )
 
     def _written(self) -> UsageError | None:
-        if not self.versions or self.versions == [param._version for param in self.params]:
+        written = None if self.versions is None else self.versions.first_written()
+        if written is None:
             return None
-        changed = zip(self.layout.slots, self.params, self.versions, strict=True)
-        name = next(slot.name for slot, param, version in changed if param._version != version)
+        name = self.layout.slots[written].name
         return UsageError(
             f'parameter "{name}" was written to inside a pass, and what was written is gone with the gathered weights',
             fix="write inside engine.gathered()",

@@ -9,7 +9,6 @@ then said of the other too.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from naught.in_graph import inside_graph, tensors_in
 from naught.steps import Moment
 
 __all__ = ["Hooks", "Listener", "keep_out_of_graphs", "letting_go", "recomputing"]
@@ -201,7 +201,7 @@ class Hooks:
                 self.through.append(module)
             self.stack.append(unit)
             self._say(Moment.ENTER, unit)
-            inputs = _inside_graph((args, kwargs) if kwargs else args)
+            inputs = inside_graph((args, kwargs) if kwargs else args)
             if inputs:  # else nothing will tell that its backward is over, for most units: the end of the pass does
                 self._watch(unit, inputs)
             elif unit in self.pieces:
@@ -233,7 +233,7 @@ class Hooks:
                 self.through.remove(module)
             self._pop(unit)
             if torch.is_grad_enabled():
-                outputs = [*_inside_graph(output), *self._beside(unit, module)]
+                outputs = [*inside_graph(output), *self._beside(unit, module)]
                 if not outputs and not self._is_graphless(unit, (args, kwargs)):
                     return  # its backward cannot be foreseen: the weights stay until the pass is over
                 for tensor in outputs:
@@ -246,13 +246,13 @@ class Hooks:
         """Tensors that a unit's modules have put into attributes, as auxiliary losses are: a backward may begin there."""
         if self.listener.is_recording():
             members = ((inner, name, value) for inner in module.modules() for name, value in vars(inner).items())
-            self.aside[unit] = [(inner, name) for inner, name, value in members if _inside_graph(value)]
+            self.aside[unit] = [(inner, name) for inner, name, value in members if inside_graph(value)]
         places = self.aside.get(unit)
-        return _inside_graph([getattr(inner, name, None) for inner, name in places]) if places else ()
+        return inside_graph([getattr(inner, name, None) for inner, name in places]) if places else ()
 
     def _is_graphless(self, unit: str, inputs: Any) -> bool:
         """Whether a unit has nothing to train and was given nothing to train: no backward will ever reach it."""
-        return unit in self.frozen and not any(leaf.requires_grad for leaf in _tensors(inputs))
+        return unit in self.frozen and not any(leaf.requires_grad for leaf in tensors_in(inputs))
 
     def _pop(self, unit: str) -> None:
         """Those above it were left by an exception that somebody has caught."""
@@ -337,28 +337,3 @@ def letting_go(params: Iterable[nn.Parameter]) -> Iterator[None]:
 def recomputing() -> bool:
     """Whether autograd is running: a forward now is a checkpoint's recompute."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _inside_graph(value: Any) -> Collection[Tensor]:
-    """The tensors of a value that lie inside the graph, each once. A leaf's gradient is no sign: it may be there before
-    those of the parameters beside it."""
-    return {id(leaf): leaf for leaf in _tensors(value) if leaf.requires_grad and not leaf.is_leaf}.values()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in what modules take and return: containers and dataclasses at any depth, and members of objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | set):
-        for member in value:
-            yield from _tensors(member)
-    elif value is None or isinstance(value, int | float | str):
-        return
-    elif isinstance(value, Mapping):
-        for member in value.values():
-            yield from _tensors(member)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for part in dataclasses.fields(value):
-            yield from _tensors(getattr(value, part.name))
-    elif not isinstance(value, type | nn.Module):
-        yield from (member for member in getattr(value, "__dict__", {}).values() if isinstance(member, Tensor))

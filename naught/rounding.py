@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Rounds", "fold", "half_up", "nearest", "unfold"]
+__all__ = ["Rounds", "fold", "half_up", "misfits", "nearest", "unfold"]
 
 Rounds = Callable[[Tensor, Tensor], object]  # into the first, what the second is
 
@@ -62,3 +62,10 @@ def unfold(weights: Tensor, rest: Tensor) -> Tensor:
     """The 32-bit numbers that weights and rests are."""
     upper = weights.view(torch.int16).to(torch.int32)
     return torch.add(rest, upper, alpha=1 << 16, out=upper).view(torch.float32)
+
+
+def misfits(weights: Tensor, rest: Tensor) -> Tensor:
+    """Which rests no master has left beside such weights. Any rest goes with any weight, and moves it by less than it is rounded
+    by, but for zero and what is infinite: no master that rounds to zero is below it, and none but itself rounds to infinity. Put
+    together they would not be a number."""
+    return ((weights == 0) & (rest < 0)) | (weights.isinf() & (rest != 0))

@@ -337,10 +337,14 @@ class Segment:
             self.folded.mend(mine)
 
     def heed_writes(self) -> None:
+        """Let masters follow what has been written to weights since the engine last knew these."""
+        if self.known is not None and self.known.first_written() is not None:
+            self.known.renew()
+            self.follow_weights()
+
+    def follow_weights(self) -> None:
         """Somebody has written to whole weights: where they are not what their masters round to, masters are theirs. Where they
         are behind their masters they cannot tell, and what was written is lost."""
-        assert self.known is not None
-        self.known.renew()
         if self.folded is not None:
             self.folded.mend(self.target)
         elif not self.behind:

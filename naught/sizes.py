@@ -11,7 +11,7 @@ from naught.placement import Kind, Placement, Tier
 from naught.shapes import Run
 from naught.steps import UnitBytes
 
-__all__ = ["PlacedRun", "resting_bytes", "resting_of", "rests_of", "tiled", "trained_numel", "unit_bytes"]
+__all__ = ["PlacedRun", "each_resting", "resting_bytes", "resting_of", "tiled", "trained_numel", "unit_bytes"]
 
 
 class PlacedRun(NamedTuple):
@@ -22,12 +22,12 @@ class PlacedRun(NamedTuple):
 def resting_bytes(run: Run, placement: Placement, world: int, job: Job) -> dict[Tier, int]:
     """What a run's states take on each tier between their uses."""
     totals = dict.fromkeys(Tier, 0)
-    for _, tier, nbytes in rests_of(run, placement, world, job):
+    for _, tier, nbytes in each_resting(run, placement, world, job):
         totals[tier] += nbytes
     return totals
 
 
-def rests_of(run: Run, placement: Placement, world: int, job: Job) -> Iterator[tuple[Kind, Tier, int]]:
+def each_resting(run: Run, placement: Placement, world: int, job: Job) -> Iterator[tuple[Kind, Tier, int]]:
     """What of it rests where. Sums of gradients that rest on the device wait for an update elsewhere on the host."""
     for kind in Kind:
         yield kind, placement.of(kind).tier, resting_of(kind, run, placement, world, job)

@@ -13,21 +13,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from naught.holding import STRETCH_NUMEL
 from naught.moments import Wide
+from naught.rounding import Rounds, misfits
 from naught.segment import Segment
 
-__all__ = ["Lookout", "heed_writes"]
+__all__ = ["Lookout"]
 
 _LOG = logging.getLogger("naught")
 _FIRST_STEPS = 3
-_PIECE_NUMEL = 1 << 22  # that are rounded at a time, beside everything else
-
-
-def heed_writes(segments: Sequence[Segment]) -> None:
-    """Let masters follow what has been written to their weights since the engine last knew these."""
-    for segment in segments:
-        if segment.known is not None and segment.known.are_old():
-            segment.heed_writes()
 
 
 class Lookout:
@@ -46,34 +40,38 @@ class Lookout:
 
     def none_strayed(self, watched: Sequence[Segment]) -> Tensor:
         """Whether all weights are what their masters round to, as the device will know."""
-        return torch.stack([~strays.any() for segment in watched for _, strays in _compare(segment)]).all()
+        return torch.stack([~strays.any() for segment in watched for strays in _strays(segment)]).all()
 
     def heed_all(self, trained: Sequence[Segment]) -> None:
         """Let masters follow what was written to their weights in whatever way. On an accelerator this may wait."""
-        heed_writes(trained)
+        for segment in trained:
+            segment.heed_writes()
         self.heed(self.watched(trained))
 
     def heed(self, watched: Sequence[Segment]) -> None:
         """Let masters follow where weights stray; who writes to them is told once."""
         for segment in watched:
-            place = next((start + int(strays.nonzero()[0]) for start, strays in _compare(segment) if bool(strays.any())), None)
-            if place is None:
+            name = _first_stray(segment)
+            if name is None:
                 continue
             if not self.found_some:
                 _LOG.warning(
                     'parameter "%s" was written to where nobody counts writes, through .data or by a fused kernel: it is kept, '
                     "and weights are compared with their masters in every step from here on, which takes some time. Write to the "
                     "parameter itself, under torch.no_grad(), or inside engine.gathered()",
-                    _name_at(segment, place),
+                    name,
                 )
             self.found_some = True
-            segment.heed_writes()
+            segment.follow_weights()
 
 
-def _name_at(segment: Segment, place: int) -> str:
-    """Of the parameter that an element of this rank's part belongs to, or, between two of them, of the one before it."""
-    place += segment.kept.owned.start
-    return [slot.name for slot in segment.layout.slots if slot.span.start <= place][-1]
+def _first_stray(segment: Segment) -> str | None:
+    """The parameter of the first weight that strays; None: none does."""
+    for at, strays in enumerate(_strays(segment)):
+        if bool(strays.any()):
+            place = segment.kept.owned.start + at * STRETCH_NUMEL + int(strays.nonzero()[0])
+            return [slot.name for slot in segment.layout.slots if slot.span.start <= place][-1]
+    return None
 
 
 def _is_near(segment: Segment) -> bool:
@@ -82,15 +80,15 @@ def _is_near(segment: Segment) -> bool:
     return near and segment.kept.owned.numel > 0 and segment.home.device.type != "meta"
 
 
-def _compare(segment: Segment) -> Iterator[tuple[int, Tensor]]:
-    """Piece by piece, where it starts and which of its weights stray. Of rests nobody can tell, but where they would not do."""
-    weights = segment.target
-    masters = segment.exact if segment.folded is None else None
-    for start in range(0, weights.numel(), _PIECE_NUMEL):
-        mine = weights[start : start + _PIECE_NUMEL]
-        if segment.folded is not None:
-            yield start, segment.folded.misfits(mine, start)
-        elif masters is not None:
-            rounded = torch.empty_like(mine)
-            segment.weights.rounds(rounded, masters[start : start + _PIECE_NUMEL])
-            yield start, (rounded != mine) & ~(rounded.isnan() & mine.isnan())
+def _strays(segment: Segment) -> Iterator[Tensor]:
+    """Stretch by stretch, which of its weights stray. Beside rests nobody can tell, but where these do not fit."""
+    folded, rounds = segment.folded, segment.weights.rounds
+    beside = segment.exact if folded is None else folded.rests
+    for weights, near in zip(*(torch.split(each, STRETCH_NUMEL) for each in (segment.target, beside)), strict=True):
+        yield misfits(weights, near) if folded is not None else _differ(weights, near, rounds)
+
+
+def _differ(weights: Tensor, masters: Tensor, rounds: Rounds) -> Tensor:
+    rounded = torch.empty_like(weights)
+    rounds(rounded, masters)
+    return (rounded != weights) & ~(rounded.isnan() & weights.isnan())

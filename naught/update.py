@@ -22,7 +22,7 @@ from naught.rules import Part
 from naught.segment import Segment
 from naught.states import Updating
 from naught.steps import order_of_updates
-from naught.strays import Lookout, heed_writes
+from naught.strays import Lookout
 from naught.unit import Unit
 
 __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
@@ -76,7 +76,8 @@ def update(
     trained = [segment for unit in units for segment in unit.trained]
     used = [flag for segment in trained for flag in segment.grads.used]
     with group.noting():
-        heed_writes(trained)
+        for segment in trained:
+            segment.heed_writes()
     amiss, square = _look(trained, _questions(units, lookout), tell)
     amiss = amiss or group.noted
     rows = group.exchange(torch.tensor([amiss is not None, square, *used], dtype=torch.float64))

@@ -21,6 +21,7 @@ class Versions:
         """What the parameters hold now is known."""
         self.counts = [param._version for param in self.params]
 
-    def are_old(self) -> bool:
-        """Whether somebody has written to a parameter since."""
-        return self.counts != [param._version for param in self.params]
+    def first_written(self) -> int | None:
+        """Which parameter somebody has written to since, the first one; None: nobody has to any."""
+        pairs = enumerate(zip(self.counts, self.params, strict=True))
+        return next((at for at, (count, param) in pairs if param._version != count), None)

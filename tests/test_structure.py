@@ -128,7 +128,7 @@ LAYERS = [
         "moments",
         "born",
     ],
-    ["shortage", "stall", "husks", "guard", "versions", "weights", "delivery", "gradients", "rules", "states", "segment", "unit"],
+    ["shortage", "stall", "husks", "versions", "guard", "weights", "delivery", "gradients", "rules", "states", "segment", "unit"],
     [
         "measuring",
         "measuring.rounds",
@@ -144,6 +144,7 @@ LAYERS = [
     [
         "program",
         "schedule",
+        "in_graph",
         "hooks",
         "scout",
         "agreement",
@@ -277,7 +278,20 @@ TORCH_ALLOWED = {
         "beside",
         "streams",
     ),
-    *("schedule", "hooks", "scout", "agreement", "build", "host_update", "strays", "update", "watch", "passes", "engine"),
+    *(
+        "schedule",
+        "in_graph",
+        "hooks",
+        "scout",
+        "agreement",
+        "build",
+        "host_update",
+        "strays",
+        "update",
+        "watch",
+        "passes",
+        "engine",
+    ),
     *("freed_pages", "cpu", "accelerator", "comm", "comm.starting", "claims", "hints", "membership", "foreign"),
     *("optimizer", "norms", "versions"),
     *(

@@ -21,7 +21,7 @@ Keep = Callable[[], Callable[[], None]]  # look how things are, and return what 
 _FAREWELL_S = 5.0  # for ranks that run while somebody interrupts them all
 # Ranks that do little but wait for each other pass the interpreter on among themselves, and another thread that wants it, such as
 # the one that hears of an interrupt, may never have it: after so many turns nobody has it for a moment.
-_TURNS, _REST_S = 64, 1e-4
+_TURNS_BETWEEN_PAUSES, _PAUSE_S = 64, 1e-4
 
 
 class _Wait(NamedTuple):
@@ -119,8 +119,8 @@ class Turns:
             return
         player.restore = self.keep()
         self.taken += 1
-        if self.taken % _TURNS == 0:
-            time.sleep(_REST_S)
+        if self.taken % _TURNS_BETWEEN_PAUSES == 0:
+            time.sleep(_PAUSE_S)
         self._hand_to(following)
         if not player.ended:
             player.turn.acquire()
