@@ -38,7 +38,7 @@ class Advice:
     def best(self) -> Forecast | None:
         """The fastest that fits; of equals the one that leaves most of the device free."""
         fitting = [row for row in self.forecasts if row.fits]
-        return min(fitting, key=lambda row: (float(f"{row.times.serial:.3g}"), row.total(Tier.DEVICE)), default=None)
+        return min(fitting, key=lambda row: (float(f"{row.times.likely:.3g}"), row.total(Tier.DEVICE)), default=None)
 
 
 def advise(model: Model, activations: Activations | None, machine: Machine, job: Job, *, automatic: bool = True) -> Advice:
@@ -198,8 +198,8 @@ def pool(
         if not _states_fit(placed, machine, job):
             continue
         found = measure(placed)
-        if found.fits and (best is None or found.times.serial < best[0]):
-            best = found.times.serial, placed
+        if found.fits and (best is None or found.times.likely < best[0]):
+            best = found.times.likely, placed
     return best[1] if best else candidates[-1]
 
 

@@ -4,6 +4,7 @@ cast is cast by the device, which has time for it; the host's processor has not.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from naught.block_norms import norms_of
 from naught.flat import Meter
-from naught.holding import SLOT_NUMEL, STRETCH_NUMEL, Buffer, staging_slots
+from naught.holding import SLOT_NUMEL, STRETCH_NUMEL, Buffer, landing_slots, staging_slots
 from naught.rounding import Rounds
 from naught.streams import Lane, Point, here
 
@@ -43,13 +44,15 @@ class Ferry:
 
     def __init__(self, device: torch.device, meter: Meter, largest_numel: int, most_slots: int, *, apart: bool) -> None:
         self.device, self.down, self.up = device, Lane(device), Lane(device)
+        self.rounding = Lane(device, urgent=True)  # else a cast of a moment waits for whole products of matrices
         self.apart = apart  # else all memory is one, and nothing is staged
         numel = min(SLOT_NUMEL, largest_numel)  # of 32 bits; of 16 as many again
-        self.slots = [_Slot(numel, device) for _ in range(staging_slots(largest_numel, most_slots) - 1 if self.apart else 0)]
-        self.landing = _Slot(numel, device) if self.apart else None  # for what comes up and is cast
-        self.lock = threading.Lock()  # around the landing
-        staged = [*self.slots, *([self.landing] if self.landing else [])]
-        self.nbytes, self.meter = sum(slot.room.nbytes for slot in staged), meter
+        slots = staging_slots(largest_numel, most_slots) if self.apart else 0
+        landings = landing_slots(slots)
+        self.slots = deque(_Slot(numel, device) for _ in range(slots - landings))
+        self.landings = deque(_Slot(numel, device) for _ in range(landings))  # for what comes up and is cast
+        self.lock = threading.Lock()  # around the landings
+        self.nbytes, self.meter = sum(slot.room.nbytes for slot in (*self.slots, *self.landings)), meter
         meter.change(Buffer.STAGING, self.nbytes)
 
     def send(self, part: Tensor, home: Tensor, dtype: torch.dtype, *, onto: bool) -> Sent:
@@ -72,12 +75,13 @@ class Ferry:
         """Until nothing travels that was asked for."""
         self.down.point().wait()
         self.up.point().wait()
+        self.rounding.point().wait()
 
     def close(self) -> None:
         """Nothing travels any more."""
         self.drain()
         self.slots.clear()
-        self.landing = None
+        self.landings.clear()
         self.meter.change(Buffer.STAGING, -self.nbytes)
         self.nbytes = 0
 
@@ -86,8 +90,7 @@ class Ferry:
         if not self.apart:
             place.copy_(total)
             return
-        slot = self.slots.pop(0)
-        self.slots.append(slot)
+        slot = _next(self.slots)
         slot.free.hold(self.device)
         staged = slot.of(total.numel(), place.dtype).copy_(total)
         self.down.follow(here(self.device))
@@ -101,16 +104,33 @@ class Ferry:
         if not self.apart:
             rounds(into, source)
             return after
-        with self.lock, self.up.open():
-            self.up.follow(after)
+        with self.lock:
             if source.dtype == into.dtype:
-                into.copy_(source, non_blocking=True)
-            else:
-                assert self.landing is not None
-                for piece, place in zip(_stretches(source, SLOT_NUMEL), _stretches(into, SLOT_NUMEL), strict=True):
-                    landed = self.landing.of(piece.numel(), piece.dtype)
-                    rounds(place, landed.copy_(piece, non_blocking=True))  # in the order of one lane
-            return self.up.point()
+                self.up.follow(after)
+                with self.up.open():
+                    into.copy_(source, non_blocking=True)
+                return self.up.point()
+            self.rounding.follow(after)
+            for piece, place in zip(_stretches(source, SLOT_NUMEL), _stretches(into, SLOT_NUMEL), strict=True):
+                self._round(piece, place, rounds)
+            return self.rounding.point()
+
+    def _round(self, piece: Tensor, place: Tensor, rounds: Rounds) -> None:
+        """While one landing is cast from, the next piece comes to another."""
+        landing = _next(self.landings)
+        self.up.follow(landing.free)
+        with self.up.open():
+            landed = landing.of(piece.numel(), piece.dtype).copy_(piece, non_blocking=True)
+        self.rounding.follow(self.up.point())
+        with self.rounding.open():
+            rounds(place, landed)
+        landing.free = self.rounding.point()
+
+
+def _next(slots: deque[_Slot]) -> _Slot:
+    """The one that was used longest ago."""
+    slots.rotate(-1)
+    return slots[-1]
 
 
 def _stretches(tensor: Tensor, numel: int) -> Sequence[Tensor]:

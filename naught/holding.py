@@ -27,6 +27,7 @@ __all__ = [
     "Life",
     "Peaks",
     "held_after_each",
+    "landing_slots",
     "read_room_bytes",
     "room_bytes",
     "simulate",
@@ -37,7 +38,8 @@ __all__ = [
 # What is reckoned on a device is reckoned in stretches of so many elements; what goes between it and the host goes through slots
 # of so many elements of 32 bits each.
 STRETCH_NUMEL, SLOT_NUMEL = 1 << 23, 1 << 24
-LEAST_SLOTS, MOST_SLOTS = 4, 16
+LEAST_SLOTS, MOST_SLOTS = 4, 24
+_LANDINGS = 2  # slots for what comes up: one is filled while the other is cast from
 # Activations that are on their way at a time, before others are waited for; and rooms on the host for those that go to disk and
 # come back from there: written and about to be, read ahead, and raised.
 LEAVING = 2
@@ -45,8 +47,14 @@ ROOMS_ON_THE_WAY = 2 * (LEAVING + 1)
 
 
 def staging_slots(largest_numel: int, most: int) -> int:
-    """Room for the largest part that goes down, so that the device goes on while it does; a slot more, and one to come up."""
-    return min(max(-(-largest_numel // SLOT_NUMEL) + 2, LEAST_SLOTS), most)
+    """Room for the largest part that goes down, so that the device goes on while it does, and a slot more; and for what comes
+    up."""
+    return min(max(-(-largest_numel // SLOT_NUMEL) + 1 + _LANDINGS, LEAST_SLOTS), most)
+
+
+def landing_slots(slots: int) -> int:
+    """Of so many, those for what comes up: what goes down keeps the device waiting, and has all but one of the fewest."""
+    return min(_LANDINGS, slots - LEAST_SLOTS + 1) if slots else 0
 
 
 def staging_bytes(largest_numel: int, most: int) -> int:

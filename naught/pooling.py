@@ -74,9 +74,8 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> Arrangement:
 def _by_staging(limits: Limits) -> list[Limits]:
     """Staging that takes a unit whole is faster; but a model that fits beside less of it trains."""
     most = limits.machine.slots
-    return [
-        replace(limits, machine=replace(limits.machine, slots=slots)) for slots in dict.fromkeys((most, min(most, LEAST_SLOTS)))
-    ]
+    fewer = [slots for slots in (most // 2, most // 4, LEAST_SLOTS) if LEAST_SLOTS <= slots < most]
+    return [replace(limits, machine=replace(limits.machine, slots=slots)) for slots in (most, *fewer)]
 
 
 def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: int | None, folder: str) -> None:

@@ -127,6 +127,7 @@ def forecast_data(row: Forecast) -> dict[str, Any]:
             "update": row.times.update,
             "disk": row.times.disk,
             "no_overlap": row.times.serial,
+            "likely": row.times.likely,
             "full_overlap": row.times.overlapped,
         },
         "efficiency": row.efficiency,

@@ -51,12 +51,12 @@ def host_of(device: torch.device) -> torch.device:
 
 
 class Lane:
-    """An order beside the device's own."""
+    """An order beside the device's own. What is computed in an urgent one goes before what is waiting elsewhere."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
         self.stream: torch.cuda.Stream | None = None  # None: there is only one order
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
 
     def follow(self, point: Point) -> None:
         """What is asked of this lane from here on comes after a point of another order."""

@@ -23,6 +23,13 @@ class Times:
     link: float
     update: float
     disk: float
+    beside: float = 0.0  # of the link's, what goes up with a forward, which an update on the host runs beside
+    behind: float = 0.0  # and what goes up or down with a backward
+
+    @property
+    def likely(self) -> float:
+        """A step in which only what the host does overlaps: in between the two below, and what placements are compared by."""
+        return self.compute + self.network + max(self.update, self.beside) + self.behind + self.disk
 
     @property
     def serial(self) -> float:
@@ -43,6 +50,7 @@ class Traffic(NamedTuple):
     up: int  # from the host to the device
     down: int
     disk: int
+    early: int  # of what goes up: new weights, and what the first forward gathers
 
     @property
     def link(self) -> int:
@@ -52,7 +60,7 @@ class Traffic(NamedTuple):
 def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machine: Machine, job: Job) -> Traffic:
     """Bytes of one step and rank: through collectives, between host and device, to and from the disk."""
     world = machine.ranks
-    gathered = reduced = up = down = disk = 0
+    gathered = reduced = up = down = disk = early = 0
     passes, wire = job.accumulation, job.recipe.grad
     last = max((at for at, (run, _) in enumerate(placed) if not run.outer), default=-1)
     for at, (run, placement) in enumerate(placed):
@@ -69,6 +77,7 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machin
             gathers = 2 * passes * run.repeat - kept
             gathered += size.weights * gathers
             up += raised * gathers * (placement.param.tier is not Tier.DEVICE)
+            early += raised * run.repeat * (placement.param.tier is not Tier.DEVICE)
             disk += size.weight_shard * gathers * (placement.param.tier is Tier.DISK)
             disk += trained // world * job.recipe.weight * run.repeat * (placement.param.tier is Tier.DISK)
         else:
@@ -85,6 +94,7 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machin
             down += trained // world * job.recipe.weight * run.repeat
         if not on_device and placement.param.tier is Tier.DEVICE:
             up += trained // world * _WIDE * run.repeat
+            early += trained // world * _WIDE * run.repeat
         if placement.grad.tier is Tier.DISK:
             disk += 2 * size.grad_shard * reduces  # each micro-batch but the first is added to what is there
         if placement.optim.tier is Tier.DISK:
@@ -96,8 +106,8 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machin
         disk += 2 * activations.checkpoints * passes
     volume = {"all-gather": gathered * (world - 1) // world, "reduce-scatter": reduced * (world - 1) // world}
     if machine.unified:  # a device that is the host has no link to it
-        up = down = 0
-    return Traffic(volume, up, down, disk)
+        up = down = early = 0
+    return Traffic(volume, up, down, disk, early)
 
 
 def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int | None, machine: Machine, job: Job) -> Times:
@@ -117,4 +127,6 @@ def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int |
         link=max(traffic.up, traffic.down) / machine.link_bytes_s,  # which carries both ways at once
         update=on_device / machine.device_update_numel_s + on_host / machine.host_update_numel_s,
         disk=traffic.disk / machine.rank_disk_bytes_s,
+        beside=traffic.early / machine.link_bytes_s,
+        behind=max(traffic.up - traffic.early, traffic.down) / machine.link_bytes_s,
     )
