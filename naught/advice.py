@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from naught.estimate import Category, Forecast, forecast
+from naught.estimate import Category, Forecast, forecast, forecast_beside_staging
 from naught.job import ActivationBytes, Checkpointing, Job, transformer_activations
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Kind, Tier, place_stage
@@ -21,6 +21,8 @@ POOLED = "pooled"
 _MOST_TILES = 4096
 _PRECISION = 1.005
 _TRIES = 4
+# How much longer a step may be by what more staging pushes away: it saves about as much, of which no forecast knows.
+_WORTH_STAGING = 1.05
 
 # Measures activations under a job; a traced module ignores the job but for its checkpointing.
 Activations = Callable[[Job], ActivationBytes]
@@ -38,7 +40,12 @@ class Advice:
     def best(self) -> Forecast | None:
         """The fastest that fits; of equals the one that leaves most of the device free."""
         fitting = [row for row in self.forecasts if row.fits]
-        return min(fitting, key=lambda row: (float(f"{row.times.likely:.3g}"), row.total(Tier.DEVICE)), default=None)
+        return min(fitting, key=lambda row: (*_pace(row), row.total(Tier.DEVICE)), default=None)
+
+
+def _pace(row: Forecast) -> tuple[float, float]:
+    """How long a step likely takes, and of equals, how long if all overlapped: what matters of either."""
+    return float(f"{row.times.likely:.3g}"), float(f"{row.times.overlapped:.3g}")
 
 
 def advise(model: Model, activations: Activations | None, machine: Machine, job: Job, *, automatic: bool = True) -> Advice:
@@ -49,10 +56,10 @@ def advise(model: Model, activations: Activations | None, machine: Machine, job:
         for name, placement in PLACEMENTS.items()
     ]
     small = _small(job)
-    pooled = pool(model.runs, measure, machine, small, automatic=automatic)
-    rows.append(best_forecast(POOLED, pooled, measure, machine, small, automatic=automatic))
+    pooled, beside = pool(model.runs, measure, machine, small, automatic=automatic)
+    rows.append(best_forecast(POOLED, pooled, measure, beside, small, automatic=automatic))
     if job.wide_gradients is None:  # as `place_in_pool` has it: where they push nothing away
-        wide = best_forecast(POOLED, pooled, measure, machine, replace(job, wide_gradients=True), automatic=automatic)
+        wide = best_forecast(POOLED, pooled, measure, beside, replace(job, wide_gradients=True), automatic=automatic)
         if wide.fits and (wide.tiles, wide.checkpointing) == (rows[-1].tiles, rows[-1].checkpointing):
             rows[-1] = wide
     largest = {row.name: largest_numel(row.name, machine, job, automatic=automatic) for row in rows}
@@ -79,16 +86,16 @@ def best_forecast(
     *,
     automatic: bool = True,
 ) -> Forecast:
-    """The forecast with the fewest tiles, and with checkpoints on the device if they may stay there, that fits;
-    if none fits, the plainest one."""
+    """The forecast with the most staging, the fewest tiles, and with checkpoints on the device if they may stay there, that
+    fits; if none fits, the plainest one."""
     plainest: Forecast | None = None
     for trial in _jobs(job, automatic):
         measured = activations(trial)
-        found = forecast(name, placed, measured, machine, trial)
+        found = forecast_beside_staging(name, placed, measured, machine, trial)
         plainest = plainest or found
         tiles = _tiles_needed(found, placed)
         while not found.fits and tiles <= _MOST_TILES:
-            found = forecast(name, placed, measured, machine, trial, tiles=tiles)
+            found = forecast_beside_staging(name, placed, measured, machine, trial, tiles=tiles)
             tiles *= 2
         if found.fits:
             return found
@@ -128,7 +135,7 @@ def largest_numel(name: str, machine: Machine, job: Job, *, automatic: bool = Tr
         model = gpt_of_count(numel)
         measure = _formula(model)
         pooled = name == POOLED
-        placed = pool(model.runs, measure, machine, job, automatic=automatic) if pooled else _uniform(numel, name)
+        placed = pool(model.runs, measure, machine, job, automatic=automatic)[0] if pooled else _uniform(numel, name)
         return _states_fit(placed, machine, job) and best_forecast(name, placed, measure, machine, job, automatic=automatic).fits
 
     # No placement keeps less than a parameter's states, once; what else it holds is mostly small beside them.
@@ -179,13 +186,22 @@ _POOL = tuple(
 
 def pool(
     runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, *, automatic: bool = True, tiles: bool = True
-) -> list[PlacedRun]:
-    """Use the device, the host and the disk as one memory: each unit's states go to the nearest tier with room. Without `tiles`
-    units are gathered as they are.
+) -> tuple[list[PlacedRun], Machine]:
+    """Use the device, the host and the disk as one memory: each unit's states go to the nearest tier with room, beside as much
+    staging as pushes none of them too far away. Without `tiles` units are gathered as they are."""
+    tried = [(*_pool_beside(runs, activations, lean, job, automatic, tiles), lean) for lean in machine.stagings()]
+    fitting = [(found.times.likely, placed, lean) for found, placed, lean in tried if found.fits]
+    if not fitting:
+        return tried[-1][1:]
+    least = min(seconds for seconds, _, _ in fitting)
+    return next((placed, lean) for seconds, placed, lean in fitting if seconds <= least * _WORTH_STAGING)
 
-    More states on the device mean less work for the CPU; more weights on the device, and more gradients on the host, mean
-    less traffic. Both ends are tried, and so is one placement for all; the fastest that fits is taken.
-    """
+
+def _pool_beside(
+    runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, automatic: bool, tiles: bool
+) -> tuple[Forecast, list[PlacedRun]]:
+    """More states on the device mean less work for the CPU; more weights on the device, and more gradients on the host, mean
+    less traffic. Both ends are tried, and so is one placement for all; the fastest that fits is taken."""
     room = _room(runs, activations, machine, job, automatic, tiles)
     untiled = partial(forecast, POOLED, activations=activations(job), machine=machine, job=job)
     tiled = partial(best_forecast, POOLED, activations=activations, machine=machine, job=job, automatic=automatic)
@@ -193,14 +209,9 @@ def pool(
     kept = [dict(zip(_KEPT, keep, strict=True)) for keep in product((True, False), repeat=len(_KEPT))]
     candidates = [_fill_up(runs, room, machine.ranks, job, untiled, keep) for keep in kept]
     candidates += [[PlacedRun(run, placement) for run in runs] for placement in _POOL]
-    best: tuple[float, list[PlacedRun]] | None = None
-    for placed in candidates:
-        if not _states_fit(placed, machine, job):
-            continue
-        found = measure(placed)
-        if found.fits and (best is None or found.times.likely < best[0]):
-            best = found.times.likely, placed
-    return best[1] if best else candidates[-1]
+    forecasts = [(measure(placed), placed) for placed in candidates if _states_fit(placed, machine, job)]
+    fitting = [row for row in forecasts if row[0].fits]
+    return min(fitting, key=lambda row: _pace(row[0]), default=(measure(candidates[-1]), candidates[-1]))
 
 
 def _room(

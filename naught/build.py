@@ -16,6 +16,7 @@ from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
 from naught.devices import Pool
 from naught.errors import ModelError, UsageError
+from naught.estimate import travels
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.hints import leaf_names, renew_loans
@@ -180,7 +181,8 @@ def build_units(
             placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.parts, present().disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
-    host = host_side(config, group, device, meter, largest_numel=largest, most_slots=arranged.slots)
+    slots = arranged.slots if any(map(travels, arranged.placements)) else 0
+    host = host_side(config, group, device, meter, largest_numel=largest, most_slots=slots)
     with group.together():
         disk = disk_side(config, device, meter, largest)
     pool = Pool(device, private=config.naught.private_pool)

@@ -15,12 +15,12 @@ from naught.holding import ROOMS_ON_THE_WAY, room_bytes, staging_bytes
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
-from naught.placement import Kind, Tier
+from naught.placement import Kind, Placement, Tier
 from naught.sizes import PlacedRun, each_resting, tiled
 from naught.traffic import Times, times_of, traffic_of
 from naught.working_set import working_set
 
-__all__ = ["Category", "Forecast", "forecast"]
+__all__ = ["Category", "Forecast", "forecast", "forecast_beside_staging", "travels"]
 
 
 class Category(StrEnum):
@@ -36,6 +36,11 @@ class Category(StrEnum):
 _STATES = {Kind.PARAM: Category.PARAMETERS, Kind.GRAD: Category.GRADIENTS, Kind.OPTIM: Category.OPTIMIZER}
 
 
+def travels(placement: Placement) -> bool:
+    """Whether anything goes between the device and where it rests."""
+    return any(placement.of(kind).tier is not Tier.DEVICE for kind in Kind)
+
+
 @dataclass(frozen=True)
 class Forecast:
     """What one rank will hold and move. `tiles` is how many pieces a block is split into so that it fits."""
@@ -48,6 +53,7 @@ class Forecast:
     disk_bytes: int
     times: Times
     checkpointing: Checkpointing
+    slots: int  # of staging, at most
     tiles: int = 1
     never_together: int = 0  # of the device's, for gradients come as activations go
 
@@ -79,9 +85,9 @@ def forecast(
     memory[Tier.DEVICE][Category.BUFFERS] += work.device_buffers
     memory[Tier.HOST][Category.BUFFERS] += work.host_buffers
     if not machine.unified:
-        travels = [run for run, placement in placed if any(placement.of(kind).tier is not Tier.DEVICE for kind in Kind)]
         largest = max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
-        memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(largest, machine.slots) if travels else 0
+        staged = any(travels(placement) for _, placement in placed)
+        memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(largest, machine.slots) if staged else 0
     memory[Tier.HOST][Category.BUFFERS] += _rooms(placed, machine, job)
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
@@ -107,9 +113,22 @@ def forecast(
         disk_bytes=traffic.disk,
         times=times_of(placed, traffic, activations.forward_flops, machine, job),
         checkpointing=job.checkpointing,
+        slots=machine.slots,
         tiles=tiles,
         never_together=min(coming, going),
     )
+
+
+def forecast_beside_staging(
+    name: str, placed: Sequence[PlacedRun], activations: ActivationBytes, machine: Machine, job: Job, *, tiles: int = 1
+) -> Forecast:
+    """The same with the most staging beside which it fits; if it fits beside none, with the least."""
+    staged = any(travels(placement) for _, placement in placed)
+    for lean in machine.stagings() if staged else [machine]:
+        found = forecast(name, placed, activations, lean, job, tiles=tiles)
+        if found.fits:
+            break
+    return found
 
 
 def _rooms(placed: Sequence[PlacedRun], machine: Machine, job: Job) -> int:

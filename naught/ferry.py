@@ -4,7 +4,6 @@ cast is cast by the device, which has time for it; the host's processor has not.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from naught.block_norms import norms_of
 from naught.flat import Meter
-from naught.holding import SLOT_NUMEL, STRETCH_NUMEL, Buffer, landing_slots, staging_slots
+from naught.holding import SLOT_NUMEL, STRETCH_NUMEL, Buffer
 from naught.rounding import Rounds
+from naught.staging import Staging
 from naught.streams import Lane, Point, here
 
 __all__ = ["Arrival", "Delivered", "Ferry", "Sent"]
@@ -28,17 +28,6 @@ class Sent(NamedTuple):
     arrived: Point
 
 
-class _Slot:
-    """A piece of staging, and when it was last copied from."""
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self.room = torch.empty(numel, dtype=torch.float32, device=device)
-        self.free = here(device)
-
-    def of(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.room.view(dtype)[:numel]
-
-
 class Ferry:
     """Carries sums of gradients down and weights up, none of them larger than `largest_numel`, through so many slots at most."""
 
@@ -46,14 +35,10 @@ class Ferry:
         self.device, self.down, self.up = device, Lane(device), Lane(device)
         self.rounding = Lane(device, urgent=True)  # else a cast of a moment waits for whole products of matrices
         self.apart = apart  # else all memory is one, and nothing is staged
-        numel = min(SLOT_NUMEL, largest_numel)  # of 32 bits; of 16 as many again
-        slots = staging_slots(largest_numel, most_slots) if self.apart else 0
-        landings = landing_slots(slots)
-        self.slots = deque(_Slot(numel, device) for _ in range(slots - landings))
-        self.landings = deque(_Slot(numel, device) for _ in range(landings))  # for what comes up and is cast
+        self.staging = Staging(device, largest_numel, most_slots if apart else 0)
         self.lock = threading.Lock()  # around the landings
-        self.nbytes, self.meter = sum(slot.room.nbytes for slot in (*self.slots, *self.landings)), meter
-        meter.change(Buffer.STAGING, self.nbytes)
+        self.meter = meter
+        meter.change(Buffer.STAGING, self.staging.nbytes)
 
     def send(self, part: Tensor, home: Tensor, dtype: torch.dtype, *, onto: bool) -> Sent:
         """Bring a sum of a type to its home on the host, or add it to the one that is there. The part may be let go at once."""
@@ -80,17 +65,15 @@ class Ferry:
     def close(self) -> None:
         """Nothing travels any more."""
         self.drain()
-        self.slots.clear()
-        self.landings.clear()
-        self.meter.change(Buffer.STAGING, -self.nbytes)
-        self.nbytes = 0
+        self.meter.change(Buffer.STAGING, -self.staging.nbytes)
+        self.staging.clear()
 
     def _land(self, total: Tensor, place: Tensor) -> None:
         self.meter.move("to the host", place.nbytes)
         if not self.apart:
             place.copy_(total)
             return
-        slot = _next(self.slots)
+        slot = self.staging.next_slot()
         slot.free.hold(self.device)
         staged = slot.of(total.numel(), place.dtype).copy_(total)
         self.down.follow(here(self.device))
@@ -111,26 +94,27 @@ class Ferry:
                     into.copy_(source, non_blocking=True)
                 return self.up.point()
             self.rounding.follow(after)
-            for piece, place in zip(_stretches(source, SLOT_NUMEL), _stretches(into, SLOT_NUMEL), strict=True):
-                self._round(piece, place, rounds)
+            try:
+                for piece, place in zip(_stretches(source, SLOT_NUMEL), _stretches(into, SLOT_NUMEL), strict=True):
+                    self._round(piece, place, rounds)
+            except BaseException:  # whoever hears of it may let the memory go that is being written to
+                self.up.point().wait()
+                self.rounding.point().wait()
+                raise
             return self.rounding.point()
 
     def _round(self, piece: Tensor, place: Tensor, rounds: Rounds) -> None:
         """While one landing is cast from, the next piece comes to another."""
-        landing = _next(self.landings)
+        landing = self.staging.next_landing()
         self.up.follow(landing.free)
         with self.up.open():
             landed = landing.of(piece.numel(), piece.dtype).copy_(piece, non_blocking=True)
         self.rounding.follow(self.up.point())
-        with self.rounding.open():
-            rounds(place, landed)
-        landing.free = self.rounding.point()
-
-
-def _next(slots: deque[_Slot]) -> _Slot:
-    """The one that was used longest ago."""
-    slots.rotate(-1)
-    return slots[-1]
+        try:
+            with self.rounding.open():
+                rounds(place, landed)
+        finally:
+            landing.free = self.rounding.point()
 
 
 def _stretches(tensor: Tensor, numel: int) -> Sequence[Tensor]:

@@ -52,9 +52,11 @@ def staging_slots(largest_numel: int, most: int) -> int:
     return min(max(-(-largest_numel // SLOT_NUMEL) + 1 + _LANDINGS, LEAST_SLOTS), most)
 
 
-def landing_slots(slots: int) -> int:
-    """Of so many, those for what comes up: what goes down keeps the device waiting, and has all but one of the fewest."""
-    return min(_LANDINGS, slots - LEAST_SLOTS + 1) if slots else 0
+def landing_slots(slots: int, largest_numel: int) -> int:
+    """Of so many, those for what comes up. What goes down keeps the device waiting: of the fewest it has all but one, unless it
+    needs no more than two."""
+    down = min(-(-largest_numel // SLOT_NUMEL) + 1, LEAST_SLOTS - 1)
+    return min(_LANDINGS, slots - down) if slots else 0
 
 
 def staging_bytes(largest_numel: int, most: int) -> int:

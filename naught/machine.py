@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from naught.errors import UsageError
-from naught.holding import MOST_SLOTS
+from naught.holding import LEAST_SLOTS, MOST_SLOTS
 from naught.measured import Measured, recall
 from naught.placement import Tier
 from naught.quantity import parse_bytes
@@ -110,6 +110,13 @@ class Machine:
             Tier.DISK: self.disk_bytes / self.local_ranks,
         }[tier]
         return int(whole * _USABLE[tier])
+
+    def stagings(self) -> list[Machine]:
+        """The same with less and less staging. Where it takes a unit whole a step is faster; but what fits beside less of it
+        trains."""
+        fewer = [slots for slots in (self.slots // 2, self.slots // 4) if slots > LEAST_SLOTS]
+        least = [LEAST_SLOTS] if self.slots > LEAST_SLOTS else []
+        return [replace(self, slots=slots) for slots in (self.slots, *fewer, *least)]
 
     @property
     def collective_bytes_s(self) -> float:

@@ -72,7 +72,7 @@ def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
                 else:
                     rest[HOST + "gradients"] += segment.grads.owned_bytes * segment.home.host.rooms
             hosts |= {segment.home.host} - {None}
-    rest[Buffer.STAGING.value] = sum(host.ferry.nbytes for host in hosts if host is not None)
+    rest[Buffer.STAGING.value] = sum(host.ferry.staging.nbytes for host in hosts if host is not None)
     return dict(rest)
 
 

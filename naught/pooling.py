@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from naught.advice import pool
 from naught.errors import PlacementError
-from naught.estimate import Forecast, forecast
-from naught.holding import LEAST_SLOTS
+from naught.estimate import Forecast, forecast_beside_staging
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Placement, Tier
@@ -56,26 +55,20 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> Arrangement:
     asked = limits.job.wide_gradients
     limits = limits.with_gradients(wide=bool(asked))
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    for tried in _by_staging(limits):
-        placed = pool(units, lambda _: limits.activations, tried.machine, job, automatic=False, tiles=False)
-        if _forecast(placed, tried).fits:
-            wide = _forecast(placed, tried.with_gradients(wide=True)).fits if asked is None else asked
-            return Arrangement([placement for run, placement in placed for _ in range(run.repeat)], tried.machine.slots, wide)
+    placed, beside = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
+    limits = replace(limits, machine=beside)
+    found, wider = _forecast(placed, limits), _forecast(placed, limits.with_gradients(wide=True))
+    if found.fits:
+        wide = wider.fits and wider.slots == found.slots if asked is None else asked
+        return Arrangement([placement for run, placement in placed for _ in range(run.repeat)], found.slots, wide)
     where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
-    farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], tried)
+    farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], limits)
     raise PlacementError(
         f"the model does not fit; if all of its states were {where}, {_needs(farthest)}",
         where="naught.placement",
         fix="use more ranks, a smaller model or batch, or larger limits"
         + (_FEWER if limits.machine.disk_bytes else f"; {_ON_DISK}"),
     )
-
-
-def _by_staging(limits: Limits) -> list[Limits]:
-    """Staging that takes a unit whole is faster; but a model that fits beside less of it trains."""
-    most = limits.machine.slots
-    fewer = [slots for slots in (most // 2, most // 4, LEAST_SLOTS) if LEAST_SLOTS <= slots < most]
-    return [replace(limits, machine=replace(limits.machine, slots=slots)) for slots in (most, *fewer)]
 
 
 def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: int | None, folder: str) -> None:
@@ -92,11 +85,9 @@ def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: in
 def slots_beside(placed: Sequence[PlacedRun], limits: Limits) -> int:
     """How many slots of staging leave room for the states. What does not fit beside the fewest is refused before anything is
     allocated."""
-    for tried in _by_staging(limits):
-        found = _forecast(placed, tried)
-        if found.fits:
-            return tried.machine.slots
-    limits = tried
+    found = _forecast(placed, limits)
+    if found.fits:
+        return found.slots
     runs = [run for run, _ in placed]
     uniform = {name: [PlacedRun(run, place) for run in runs] for name, place in PLACEMENTS.items()}
     others = (name for name, rows in uniform.items() if "disk" not in name and _forecast(rows, limits).fits)
@@ -116,7 +107,7 @@ def slots_beside(placed: Sequence[PlacedRun], limits: Limits) -> int:
 
 def _forecast(placed: Sequence[PlacedRun], limits: Limits, tiles: int = 1) -> Forecast:
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    return forecast("run", placed, limits.activations, limits.machine, job, tiles=tiles)
+    return forecast_beside_staging("run", placed, limits.activations, limits.machine, job, tiles=tiles)
 
 
 def _needs(found: Forecast) -> str:

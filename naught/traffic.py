@@ -23,18 +23,19 @@ class Times:
     link: float
     update: float
     disk: float
-    beside: float = 0.0  # of the link's, what goes up with a forward, which an update on the host runs beside
-    behind: float = 0.0  # and what goes up or down with a backward
+    carried: float  # the link, where what comes up for the first forward does so before anything goes down
+    hidden: float  # of that, what an update on the host runs beside
 
     @property
     def likely(self) -> float:
-        """A step in which only what the host does overlaps: in between the two below, and what placements are compared by."""
-        return self.compute + self.network + max(self.update, self.beside) + self.behind + self.disk
+        """A step in which an update on the host overlaps what comes up, and nothing else does: what placements are compared
+        by."""
+        return self.serial - self.hidden
 
     @property
     def serial(self) -> float:
-        """A step in which nothing overlaps: the papers' bound from above."""
-        return self.compute + self.network + self.link + self.update + self.disk
+        """A step in which nothing overlaps, but what goes both ways at once: the papers' bound from above."""
+        return self.compute + self.network + self.carried + self.update + self.disk
 
     @property
     def overlapped(self) -> float:
@@ -121,12 +122,13 @@ def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int |
             on_device += share
         else:
             on_host += share
+    early, updating = traffic.early / machine.link_bytes_s, on_host / machine.host_update_numel_s
     return Times(
         compute=forwards * forward_flops * job.accumulation / machine.gpu.flops,
         network=sum(traffic.volume.values()) / machine.collective_bytes_s,
         link=max(traffic.up, traffic.down) / machine.link_bytes_s,  # which carries both ways at once
-        update=on_device / machine.device_update_numel_s + on_host / machine.host_update_numel_s,
+        update=on_device / machine.device_update_numel_s + updating,
         disk=traffic.disk / machine.rank_disk_bytes_s,
-        beside=traffic.early / machine.link_bytes_s,
-        behind=max(traffic.up - traffic.early, traffic.down) / machine.link_bytes_s,
+        carried=early + max(traffic.up - traffic.early, traffic.down) / machine.link_bytes_s,
+        hidden=min(early, updating),
     )

@@ -13,7 +13,7 @@ from naught.advice import POOLED, advise, best_forecast, largest_numel, pool
 from naught.errors import PlacementError, UsageError
 from naught.estimate import Category, forecast
 from naught.formulas import Recipe, recipe, state_bytes
-from naught.holding import LEAST_SLOTS, MOST_SLOTS, landing_slots
+from naught.holding import LEAST_SLOTS, MOST_SLOTS, SLOT_NUMEL, landing_slots
 from naught.job import ActivationBytes, Checkpointing, Job, transformer_activations
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import GPUS, Gpu, Machine
@@ -21,7 +21,7 @@ from naught.model_names import parse_model
 from naught.moving import Budgets
 from naught.placement import PLACEMENTS, Kind, Placement, Tier, place_stage
 from naught.plan import compile_plan
-from naught.pooling import Limits, slots_beside
+from naught.pooling import Limits, place_in_pool, slots_beside
 from naught.presets import gpt_of_count
 from naught.shapes import Run
 from naught.sizes import PlacedRun
@@ -213,8 +213,32 @@ def test_staging_gives_way_to_states():
         slots(needs[4] - 100)
 
 
-def test_what_goes_down_has_most_of_the_staging():
-    assert [landing_slots(slots) for slots in (0, LEAST_SLOTS, LEAST_SLOTS + 1, MOST_SLOTS)] == [0, 1, 2, 2]
+@pytest.mark.parametrize(("pieces", "landings"), [(1, [0, 2, 2, 2]), (2, [0, 1, 2, 2]), (30, [0, 1, 2, 2])])
+def test_what_goes_down_has_most_of_the_staging(pieces, landings):
+    counts = (0, LEAST_SLOTS, LEAST_SLOTS + 1, MOST_SLOTS)
+    assert [landing_slots(slots, pieces * SLOT_NUMEL) for slots in counts] == landings
+
+
+def test_staging_pushes_no_states_to_disk():
+    """Beside the most of it they would have to go there, and a step would take twice as long."""
+    units = [Run(f"block {at}", 12 * 6144**2) for at in range(20)]
+    gpu = GPUS["h200"]._replace(memory_bytes=28 << 30)
+    machine = Machine(gpu=gpu, host_bytes=111 * 10**9, host_share=1.0, disk_bytes=10**12)
+    limits = Limits(machine, Job(recipe=Recipe(2, 2, 2, 8), wide_gradients=False), 9 * 10**9)
+    arranged = place_in_pool(units, limits)
+    assert arranged.slots < MOST_SLOTS
+    assert all(placement.optim.tier is not Tier.DISK for placement in arranged.placements)
+    roomy = place_in_pool(units, replace(limits, machine=replace(machine, host_bytes=10**12)))
+    assert roomy.slots == MOST_SLOTS
+
+
+def test_a_plan_gives_up_staging_before_it_calls_a_row_too_large():
+    placed = [PlacedRun(Run("block", 1 << 28, 3), PLACEMENTS["stage2-offload"])]
+    needs = {slots: forecast("x", placed, NOTHING, replace(HUGE, slots=slots), Job()).total(Tier.DEVICE) for slots in (4, 24)}
+    for slots, nbytes in needs.items():
+        machine = replace(HUGE, gpu=HUGE.gpu._replace(memory_bytes=-(-nbytes * 100 // 96)))
+        found = best_forecast("x", placed, lambda _: NOTHING, machine, Job())
+        assert (found.fits, found.slots) == (True, slots)
 
 
 def test_a_rank_alone_gathers_nothing():
@@ -388,7 +412,7 @@ def test_the_largest_model_fits_and_a_slightly_larger_one_does_not(name):
         model = gpt_of_count(numel)
         measure = lambda trial: transformer_activations(model.shape, trial)  # noqa: E731
         placed = (
-            pool(model.runs, measure, machine, job)
+            pool(model.runs, measure, machine, job)[0]
             if name == POOLED
             else [PlacedRun(run, PLACEMENTS[name]) for run in model.runs]
         )
@@ -411,8 +435,23 @@ def test_the_pool_loses_no_unit_and_fits_whenever_a_single_row_does(numel, ranks
         assert advice.forecasts[-1].fits
         assert advice.forecasts[-1].times.likely <= min(row.times.likely for row in rows)
         assert all(advice.largest[POOLED] >= 0.99 * advice.largest[row.name] for row in rows)
-    if advice.best:
-        assert all(advice.best.times.likely <= row.times.likely * 1.01 for row in advice.forecasts if row.fits)
+    for row in advice.forecasts:
+        times = row.times
+        assert times.overlapped <= times.likely * 1.000001 and times.likely <= times.serial
+        if advice.best and row.fits:
+            assert advice.best.times.likely <= times.likely * 1.01
+            like, faster = times.likely <= advice.best.times.likely, times.overlapped < advice.best.times.overlapped * 0.99
+            assert not (like and faster), f"{row.name} is no slower in any way than {advice.best.name}"
+
+
+def test_of_rows_that_likely_take_as_long_the_one_that_moves_less_is_recommended():
+    machine = Machine(gpu=GPUS["rtx4090"], host_bytes=500 * 10**9)
+    advice = advise(gpt_of_count(10**10), None, machine, Job())
+    rows = {row.name: row for row in advice.forecasts}
+    best, other = advice.best, rows["infinity-host"]
+    assert best is not None
+    assert other.fits and other.times.likely <= best.times.likely * 1.01  # what comes up again does so beside what goes down
+    assert best.times.overlapped < other.times.overlapped and best.link_bytes < other.link_bytes
 
 
 def test_weights_leave_the_device_for_states_where_they_come_up_beside_the_hosts_update():
@@ -422,7 +461,7 @@ def test_weights_leave_the_device_for_states_where_they_come_up_beside_the_hosts
     machine = Machine(gpu=GPUS["h200"]._replace(memory_bytes=32 << 30), host_bytes=122 * 10**9, host_share=1.0)
     job = Job(recipe=Recipe(2, 2, 2, 8), wide_gradients=False, checkpointing=Checkpointing.NONE)
     activations = ActivationBytes(9 * 10**9, 0, 0, "given", forward_flops=1)
-    placed = pool(blocks, lambda _: activations, machine, job, automatic=False, tiles=False)
+    placed, _ = pool(blocks, lambda _: activations, machine, job, automatic=False, tiles=False)
     tiers = [(placement.param.tier, placement.optim.tier) for _, placement in placed]
     assert tiers.count((Tier.DEVICE, Tier.DEVICE)) == 5 and tiers.count((Tier.HOST, Tier.HOST)) > 12
     kept = [PlacedRun(run, place_stage(3, optim=Tier.HOST)) for run in blocks[1:]]
@@ -465,7 +504,7 @@ def test_a_row_of_units_is_placed_as_its_units_are():
     counts = []
     for runs in (together, apart):
         found: Counter[Placement] = Counter()
-        for run, placement in pool(runs, lambda _: NOTHING, machine, job, automatic=False, tiles=False):
+        for run, placement in pool(runs, lambda _: NOTHING, machine, job, automatic=False, tiles=False)[0]:
             found[placement] += run.repeat
         counts.append(found)
     assert counts[0] == counts[1]
