@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from naught.block_norms import norms_of
 from naught.comm import Pending
 from naught.flat import Flat, Meter
 from naught.holding import Buffer
@@ -40,8 +39,9 @@ class Sum(Protocol):
     @property
     def value(self) -> Tensor | None: ...
 
-    def norms(self, part: slice | None) -> list[Tensor]:
-        """Norms of the blocks of a part of it, or of all, on the device."""
+    @property
+    def norms(self) -> list[Tensor] | None:
+        """Of its blocks, on the device, as they were when it left; None where it has not left."""
 
     def add(self, part: Tensor) -> None: ...
 
@@ -63,14 +63,11 @@ class DeviceSum:
     def __init__(self, dtype: torch.dtype, meter: Meter) -> None:
         self.dtype, self.meter = dtype, meter
         self.value: Tensor | None = None
+        self.norms: list[Tensor] | None = None
 
     @property
     def empty(self) -> bool:
         return self.value is None
-
-    def norms(self, part: slice | None) -> list[Tensor]:
-        assert self.value is not None
-        return norms_of(self.value if part is None else self.value[part])
 
     def add(self, part: Tensor) -> None:
         if self.value is None:
@@ -238,14 +235,21 @@ class Gradients:
             self._set_aside()
         return self.owned.value
 
-    def norms(self) -> list[Tensor]:
-        """Of the blocks of this rank's slice of the sum; none if nothing was reduced."""
+    @property
+    def here(self) -> Tensor | None:
+        """This rank's slice of the sum, if it is on the device; None if it has left, or nothing was reduced."""
         if self.content is Content.SUM and self.owned.empty:
-            return norms_of(self.mine)
+            return self.mine
         if self.content is Content.SUM:
             self._set_aside()
-        everything = self.placement.optim.split
-        return [] if self.owned.empty else self.owned.norms(None if everything else self.shard)
+        if self.owned.norms is not None or self.owned.value is None:
+            return None
+        return self.owned.value if self.placement.optim.split else self.owned.value[self.shard]
+
+    @property
+    def norms(self) -> list[Tensor]:
+        """Of the blocks of a slice that is not here, as they were when it left."""
+        return self.owned.norms or []
 
     def rewritten(self) -> None:
         """Somebody has written to the sum."""

@@ -68,4 +68,6 @@ def show_seconds(seconds: float) -> str:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 100:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.0f} µs"

@@ -81,10 +81,9 @@ class HostSum:
         self.sent.arrived.wait()
         return self.home
 
-    def norms(self, part: slice | None) -> list[Tensor]:
-        assert part is None, "whole sums do not leave the device"
-        assert self.sent is not None
-        return self.sent.norms
+    @property
+    def norms(self) -> list[Tensor]:
+        return [] if self.sent is None else self.sent.norms
 
     def add(self, part: Tensor) -> None:
         self.rooms[0].wait()

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from naught.block_norms import in_order, numbers_of
+from naught.block_norms import in_order, norms_of_each, numbers_of
 from naught.comm import Group
 from naught.errors import UsageError
+from naught.gradients import Gradients
 from naught.host_update import update_beside
 from naught.husks import Husks, check_husks, untouched
 from naught.rules import Part
@@ -142,7 +143,7 @@ def _look(
 ) -> tuple[Exception | None, float]:
     """What is amiss, such as a husk that was written to, and the sum of squares of this rank's slices: the same at every stage
     and on every tier. This is where the host waits for its device."""
-    found = [norms for segment in trained if segment.counts for norms in segment.grads.norms()]
+    found = _norms([segment.grads for segment in trained if segment.counts])
     count = sum(norms.numel() for norms in found)
     found += [question.fine.double().reshape(1) for question in asked]
     squares = torch.cat(found).square_() if found else None
@@ -155,6 +156,14 @@ def _look(
         except UsageError as error:
             amiss = amiss or error
     return amiss, in_order(numbers[:count])
+
+
+def _norms(sums: Sequence[Gradients]) -> list[Tensor]:
+    """Of the blocks of this rank's slices, in their order: those that are here are read together."""
+    here = [grads.here for grads in sums]
+    read = iter(norms_of_each([values for values in here if values is not None]))
+    each = (grads.norms if values is None else next(read) for grads, values in zip(sums, here, strict=True))
+    return [norms for pieces in each for norms in pieces]
 
 
 def _culprit(trained: Sequence[Segment]) -> str | None:

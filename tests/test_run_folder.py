@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from naught.errors import UsageError
-from naught.quantity import show_clock
+from naught.quantity import show_clock, show_seconds
 from naught.trainer.console import Console, step_line
 from naught.trainer.run_folder import RunFolder, make_folder
 from naught.trainer.seating import _of_launch, launch_names
@@ -156,6 +156,14 @@ def test_on_a_terminal_a_bar_is_drawn_and_gives_way_to_lines():
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
 def test_a_clock_shows_hours_where_there_are_any(seconds, shown):
     assert show_clock(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0.0 ms"), (135e-6, "135 µs"), (0.0012, "1.2 ms"), (1.5, "1.50 s"), (150, "2.5 min"), (9000, "2.5 h")],
+)
+def test_a_time_has_digits_whatever_its_size(seconds, shown):
+    assert show_seconds(seconds) == shown
 
 
 def test_a_launch_has_the_name_of_its_job_and_of_its_agent():
