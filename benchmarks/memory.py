@@ -1,6 +1,6 @@
 """What a plan says a run will hold, and what it held: on the device by torch's own count, and on the host.
 
-python benchmarks/memory.py              # 36 configurations on a GPU; on a CPU four small ones
+python benchmarks/memory.py              # 38 configurations on a GPU, two of them on disk; on a CPU four small ones
 python benchmarks/memory.py --quick
 
 The plan is the planner's, for the module and its inputs, made before anything is trained: states by their placement, the
