@@ -41,7 +41,7 @@ class Sum(Protocol):
 
     @property
     def norms(self) -> list[Tensor] | None:
-        """Of its blocks, on the device, as they were when it left; None where it has not left."""
+        """Of its blocks, on the device; None where it has not left."""
 
     def add(self, part: Tensor) -> None: ...
 
@@ -235,8 +235,7 @@ class Gradients:
             self._set_aside()
         return self.owned.value
 
-    @property
-    def here(self) -> Tensor | None:
+    def still_here(self) -> Tensor | None:
         """This rank's slice of the sum, if it is on the device; None if it has left, or nothing was reduced."""
         if self.content is Content.SUM and self.owned.empty:
             return self.mine
@@ -246,9 +245,8 @@ class Gradients:
             return None
         return self.owned.value if self.placement.optim.split else self.owned.value[self.shard]
 
-    @property
-    def norms(self) -> list[Tensor]:
-        """Of the blocks of a slice that is not here, as they were when it left."""
+    def norms_sent(self) -> list[Tensor]:
+        """Of the blocks of a slice that has left."""
         return self.owned.norms or []
 
     def rewritten(self) -> None:

@@ -70,4 +70,4 @@ def show_seconds(seconds: float) -> str:
         return f"{seconds / 60:.1f} min"
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 0.9995e-3 or not seconds else f"{seconds * 1e6:.3g} us"

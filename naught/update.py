@@ -159,10 +159,10 @@ def _look(
 
 
 def _norms(sums: Sequence[Gradients]) -> list[Tensor]:
-    """Of the blocks of this rank's slices, in their order: those that are here are read together."""
-    here = [grads.here for grads in sums]
+    """Of the blocks of this rank's slices, in their order: those that have not left are read together."""
+    here = [grads.still_here() for grads in sums]
     read = iter(norms_of_each([values for values in here if values is not None]))
-    each = (grads.norms if values is None else next(read) for grads, values in zip(sums, here, strict=True))
+    each = (grads.norms_sent() if values is None else next(read) for grads, values in zip(sums, here, strict=True))
     return [norms for pieces in each for norms in pieces]
 
 

@@ -160,7 +160,16 @@ def test_a_clock_shows_hours_where_there_are_any(seconds, shown):
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0, "0.0 ms"), (135e-6, "135 µs"), (0.0012, "1.2 ms"), (1.5, "1.50 s"), (150, "2.5 min"), (9000, "2.5 h")],
+    [
+        (0, "0.0 ms"),
+        (0.3e-6, "0.3 us"),
+        (135e-6, "135 us"),
+        (0.9996e-3, "1.0 ms"),
+        (0.0012, "1.2 ms"),
+        (1.5, "1.50 s"),
+        (150, "2.5 min"),
+        (9000, "2.5 h"),
+    ],
 )
 def test_a_time_has_digits_whatever_its_size(seconds, shown):
     assert show_seconds(seconds) == shown
