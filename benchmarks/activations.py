@@ -405,7 +405,7 @@ def _plan(task: Task, where: Where, model: nn.Module, config: dict[str, Any]) ->
         whole = GPT(shape.layers, shape.width, shape.heads, shape.seq, shape.vocab, recomputes=False)
     job = Job(micro_batch=shape.batch, seq=shape.seq, recipe=recipe("bf16", "adamw"), checkpointing=where.planned)
     placement = placement_of(load(config))
-    machine = Machine() if DEVICE.type == "cuda" else Machine(slots=0)
+    machine = Machine() if DEVICE.type == "cuda" else Machine(berths=0)
     placed = [PlacedRun(run, placement) for run in model_of(model).runs]
     plain, apart = (
         forecast("run", placed, trace_activations(each, (ids, ids), {}, floats=torch.bfloat16), machine, job)

@@ -161,7 +161,7 @@ def plan(case: Case, model: torch.nn.Module, config: dict[str, Any], device: tor
     )
     placement = placement_of(load(config))
     placed = [PlacedRun(run, placement) for run in model_of(model).runs]
-    found = forecast("run", placed, activations, Machine() if device.type == "cuda" else Machine(slots=0), job)
+    found = forecast("run", placed, activations, Machine() if device.type == "cuda" else Machine(berths=0), job)
     return {tier: found.total(tier) for tier in Tier}
 
 

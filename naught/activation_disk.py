@@ -12,7 +12,7 @@ from torch import Tensor
 from naught.activation_rests import Lanes, Resting, Rooms
 from naught.disk_side import DiskSide
 from naught.flat import Meter
-from naught.holding import LEAVING
+from naught.rooms import LEAVING
 from naught.spill import Room, Stored
 from naught.streams import Point, here
 

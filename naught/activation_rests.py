@@ -16,7 +16,7 @@ from torch import Tensor
 from naught.comm import Among
 from naught.errors import ModelError
 from naught.flat import Meter
-from naught.holding import LEAVING
+from naught.rooms import LEAVING
 from naught.spill import Room
 from naught.streams import Lane, Point, here
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
-from naught.estimate import Category, Forecast, forecast, forecast_beside_staging
+from naught.estimate import Category, Forecast, forecast, forecast_with_most_staging
 from naught.job import ActivationBytes, Checkpointing, Job, transformer_activations
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Kind, Tier, place_stage
@@ -15,7 +16,7 @@ from naught.presets import gpt_of_count
 from naught.shapes import Model, Run
 from naught.sizes import PlacedRun, resting_bytes, resting_of
 
-__all__ = ["POOLED", "Advice", "advise", "best_forecast", "largest_numel", "pool"]
+__all__ = ["POOLED", "Advice", "Pooled", "advise", "best_forecast", "largest_numel", "pool"]
 
 POOLED = "pooled"
 _MOST_TILES = 4096
@@ -38,13 +39,14 @@ class Advice:
 
     @property
     def best(self) -> Forecast | None:
-        """The fastest that fits; of equals the one that leaves most of the device free."""
+        """The likely fastest that fits; of equals the one that is faster if everything overlaps, then the one that leaves most
+        of the device free."""
         fitting = [row for row in self.forecasts if row.fits]
-        return min(fitting, key=lambda row: (*_pace(row), row.total(Tier.DEVICE)), default=None)
+        return min(fitting, key=lambda row: (*_slowness(row), row.total(Tier.DEVICE)), default=None)
 
 
-def _pace(row: Forecast) -> tuple[float, float]:
-    """How long a step likely takes, and of equals, how long if all overlapped: what matters of either."""
+def _slowness(row: Forecast) -> tuple[float, float]:
+    """To sort by: how long a step likely takes, and of equals, how long if everything overlaps; three digits of either."""
     return float(f"{row.times.likely:.3g}"), float(f"{row.times.overlapped:.3g}")
 
 
@@ -56,14 +58,15 @@ def advise(model: Model, activations: Activations | None, machine: Machine, job:
         for name, placement in PLACEMENTS.items()
     ]
     small = _small(job)
-    pooled, beside = pool(model.runs, measure, machine, small, automatic=automatic)
-    rows.append(best_forecast(POOLED, pooled, measure, beside, small, automatic=automatic))
+    placed, narrow = pool(model.runs, measure, machine, small, automatic=automatic)
+    rows.append(narrow)
     if job.wide_gradients is None:  # as `place_in_pool` has it: where they push nothing away
-        wide = best_forecast(POOLED, pooled, measure, beside, replace(job, wide_gradients=True), automatic=automatic)
-        if wide.fits and (wide.tiles, wide.checkpointing) == (rows[-1].tiles, rows[-1].checkpointing):
+        beside = replace(machine, berths=narrow.berths)
+        wide = best_forecast(POOLED, placed, measure, beside, replace(job, wide_gradients=True), automatic=automatic)
+        if wide.fits and (wide.tiles, wide.checkpointing) == (narrow.tiles, narrow.checkpointing):
             rows[-1] = wide
     largest = {row.name: largest_numel(row.name, machine, job, automatic=automatic) for row in rows}
-    return Advice(tuple(rows), tuple(pooled), largest)
+    return Advice(tuple(rows), tuple(placed), largest)
 
 
 def _small(job: Job) -> Job:
@@ -91,11 +94,11 @@ def best_forecast(
     plainest: Forecast | None = None
     for trial in _jobs(job, automatic):
         measured = activations(trial)
-        found = forecast_beside_staging(name, placed, measured, machine, trial)
+        found = forecast_with_most_staging(name, placed, measured, machine, trial)
         plainest = plainest or found
         tiles = _tiles_needed(found, placed)
         while not found.fits and tiles <= _MOST_TILES:
-            found = forecast_beside_staging(name, placed, measured, machine, trial, tiles=tiles)
+            found = forecast_with_most_staging(name, placed, measured, machine, trial, tiles=tiles)
             tiles *= 2
         if found.fits:
             return found
@@ -134,8 +137,9 @@ def largest_numel(name: str, machine: Machine, job: Job, *, automatic: bool = Tr
     def fits(numel: int) -> bool:
         model = gpt_of_count(numel)
         measure = _formula(model)
-        pooled = name == POOLED
-        placed = pool(model.runs, measure, machine, job, automatic=automatic)[0] if pooled else _uniform(numel, name)
+        if name == POOLED:
+            return pool(model.runs, measure, machine, job, automatic=automatic).forecast.fits
+        placed = _uniform(numel, name)
         return _states_fit(placed, machine, job) and best_forecast(name, placed, measure, machine, job, automatic=automatic).fits
 
     # No placement keeps less than a parameter's states, once; what else it holds is mostly small beside them.
@@ -184,38 +188,46 @@ _POOL = tuple(
 )
 
 
+class Pooled(NamedTuple):
+    """Where each run of units rests, and what that holds and takes; the forecast has the staging beside it."""
+
+    placed: list[PlacedRun]
+    forecast: Forecast
+
+
 def pool(
     runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, *, automatic: bool = True, tiles: bool = True
-) -> tuple[list[PlacedRun], Machine]:
+) -> Pooled:
     """Use the device, the host and the disk as one memory: each unit's states go to the nearest tier with room, beside as much
     staging as pushes none of them too far away. Without `tiles` units are gathered as they are."""
-    tried = [(*_pool_beside(runs, activations, lean, job, automatic, tiles), lean) for lean in machine.stagings()]
-    fitting = [(found.times.likely, placed, lean) for found, placed, lean in tried if found.fits]
+    tried = [_pool_beside(lean, runs, activations, job, automatic=automatic, tiles=tiles) for lean in machine.with_less_staging()]
+    fitting = [found for found in tried if found.forecast.fits]
     if not fitting:
-        return tried[-1][1:]
-    least = min(seconds for seconds, _, _ in fitting)
-    return next((placed, lean) for seconds, placed, lean in fitting if seconds <= least * _WORTH_STAGING)
+        return tried[-1]
+    least = min(found.forecast.times.likely for found in fitting)
+    return next(found for found in fitting if found.forecast.times.likely <= least * _WORTH_STAGING)
 
 
 def _pool_beside(
-    runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, automatic: bool, tiles: bool
-) -> tuple[Forecast, list[PlacedRun]]:
+    machine: Machine, runs: Sequence[Run], activations: Activations, job: Job, *, automatic: bool, tiles: bool
+) -> Pooled:
     """More states on the device mean less work for the CPU; more weights on the device, and more gradients on the host, mean
     less traffic. Both ends are tried, and so is one placement for all; the fastest that fits is taken."""
-    room = _room(runs, activations, machine, job, automatic, tiles)
+    room = _room(runs, activations, machine, job, automatic=automatic, tiled=tiles)
     untiled = partial(forecast, POOLED, activations=activations(job), machine=machine, job=job)
     tiled = partial(best_forecast, POOLED, activations=activations, machine=machine, job=job, automatic=automatic)
     measure = tiled if tiles else untiled
     kept = [dict(zip(_KEPT, keep, strict=True)) for keep in product((True, False), repeat=len(_KEPT))]
     candidates = [_fill_up(runs, room, machine.ranks, job, untiled, keep) for keep in kept]
     candidates += [[PlacedRun(run, placement) for run in runs] for placement in _POOL]
-    forecasts = [(measure(placed), placed) for placed in candidates if _states_fit(placed, machine, job)]
-    fitting = [row for row in forecasts if row[0].fits]
-    return min(fitting, key=lambda row: _pace(row[0]), default=(measure(candidates[-1]), candidates[-1]))
+    found = [Pooled(placed, measure(placed)) for placed in candidates if _states_fit(placed, machine, job)]
+    fitting = [each for each in found if each.forecast.fits]
+    best = min(fitting, key=lambda each: _slowness(each.forecast), default=None)
+    return best or Pooled(candidates[-1], measure(candidates[-1]))
 
 
 def _room(
-    runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, automatic: bool, tiled: bool
+    runs: Sequence[Run], activations: Activations, machine: Machine, job: Job, *, automatic: bool, tiled: bool
 ) -> dict[Tier, int]:
     """What a tier has left for states at rest once activations and the units in use have theirs."""
     empty = [PlacedRun(Run("nothing", 0), _POOL[0])]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from naught.holding import STRETCH_NUMEL
+from naught.rooms import STRETCH_NUMEL
 
 __all__ = ["in_order", "norms_in_one_read", "norms_of", "norms_of_each", "numbers_of"]
 

@@ -16,11 +16,9 @@ from naught.config import Config, Effect, check, keys, placement_of, to_document
 from naught.describe import describe
 from naught.devices import Pool
 from naught.errors import ModelError, UsageError
-from naught.estimate import travels
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.hints import leaf_names, renew_loans
-from naught.holding import MOST_SLOTS
 from naught.home import GradTypes, Home, Types
 from naught.job import Job
 from naught.layout import ALIGN_NUMEL
@@ -28,9 +26,10 @@ from naught.local_parts import is_repeated
 from naught.membership import Membership
 from naught.moving import Budgets
 from naught.placement import Place, Placement, Tier
-from naught.pooling import Arrangement, Limits, place_in_pool, refuse_full_disk, slots_beside
+from naught.pooling import Arrangement, Limits, berths_beside, place_in_pool, refuse_full_disk
 from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.present import present
+from naught.rooms import MOST_BERTHS
 from naught.segment import Segment
 from naught.shapes import Run
 from naught.sizes import PlacedRun
@@ -181,8 +180,7 @@ def build_units(
             placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.parts, present().disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
-    slots = arranged.slots if any(map(travels, arranged.placements)) else 0
-    host = host_side(config, group, device, meter, largest_numel=largest, most_slots=slots)
+    host = host_side(config, group, device, meter, largest_numel=largest, most_berths=arranged.berths)
     with group.together():
         disk = disk_side(config, device, meter, largest)
     pool = Pool(device, private=config.naught.private_pool)
@@ -240,13 +238,14 @@ def _refuse_model(model: nn.Module) -> None:
 
 def _arrange(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None, *, wide: bool) -> Arrangement:
     """Each unit as the configuration says, within limits if it sets any. A pool decides by itself how wide gradients are."""
-    if limits is None:
-        return Arrangement(_by_stage(specs, config, world), MOST_SLOTS, wide)
     runs = [_run(spec, world) for spec in specs]
-    if config.naught.placement == "stage":
-        found = _by_stage(specs, config, world)
-        return Arrangement(found, slots_beside([PlacedRun(*pair) for pair in zip(runs, found, strict=True)], limits), wide)
-    return place_in_pool(runs, limits)
+    if config.naught.placement != "stage":
+        assert limits is not None, "a pool has limits: what is free, if no others"
+        return place_in_pool(runs, limits)
+    found = _by_stage(specs, config, world)
+    if limits is not None:
+        return Arrangement(found, berths_beside([PlacedRun(*pair) for pair in zip(runs, found, strict=True)], limits), wide)
+    return Arrangement(found, MOST_BERTHS if any(placement.travels for placement in found) else 0, wide)
 
 
 def _run(spec: UnitSpec, world: int) -> Run:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from naught.holding import ROOMS_ON_THE_WAY, room_bytes, staging_bytes
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
-from naught.placement import Kind, Placement, Tier
+from naught.placement import Kind, Tier
+from naught.rooms import ROOMS_ON_THE_WAY, room_bytes, staging_bytes
 from naught.sizes import PlacedRun, each_resting, tiled
 from naught.traffic import Times, times_of, traffic_of
 from naught.working_set import working_set
 
-__all__ = ["Category", "Forecast", "forecast", "forecast_beside_staging", "travels"]
+__all__ = ["Category", "Forecast", "forecast", "forecast_with_most_staging"]
 
 
 class Category(StrEnum):
@@ -36,11 +36,6 @@ class Category(StrEnum):
 _STATES = {Kind.PARAM: Category.PARAMETERS, Kind.GRAD: Category.GRADIENTS, Kind.OPTIM: Category.OPTIMIZER}
 
 
-def travels(placement: Placement) -> bool:
-    """Whether anything goes between the device and where it rests."""
-    return any(placement.of(kind).tier is not Tier.DEVICE for kind in Kind)
-
-
 @dataclass(frozen=True)
 class Forecast:
     """What one rank will hold and move. `tiles` is how many pieces a block is split into so that it fits."""
@@ -53,7 +48,7 @@ class Forecast:
     disk_bytes: int
     times: Times
     checkpointing: Checkpointing
-    slots: int  # of staging, at most
+    berths: int  # of staging, at most; none where nothing travels
     tiles: int = 1
     never_together: int = 0  # of the device's, for gradients come as activations go
 
@@ -84,10 +79,9 @@ def forecast(
     memory[Tier.DEVICE][Category.GATHERED] += work.gathered
     memory[Tier.DEVICE][Category.BUFFERS] += work.device_buffers
     memory[Tier.HOST][Category.BUFFERS] += work.host_buffers
+    berths = machine.berths if _travels(placed) else 0
     if not machine.unified:
-        largest = max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
-        staged = any(travels(placement) for _, placement in placed)
-        memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(largest, machine.slots) if staged else 0
+        memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(_largest_part(placed, machine), berths)
     memory[Tier.HOST][Category.BUFFERS] += _rooms(placed, machine, job)
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
@@ -113,31 +107,38 @@ def forecast(
         disk_bytes=traffic.disk,
         times=times_of(placed, traffic, activations.forward_flops, machine, job),
         checkpointing=job.checkpointing,
-        slots=machine.slots,
+        berths=berths,
         tiles=tiles,
         never_together=min(coming, going),
     )
 
 
-def forecast_beside_staging(
+def forecast_with_most_staging(
     name: str, placed: Sequence[PlacedRun], activations: ActivationBytes, machine: Machine, job: Job, *, tiles: int = 1
 ) -> Forecast:
-    """The same with the most staging beside which it fits; if it fits beside none, with the least."""
-    staged = any(travels(placement) for _, placement in placed)
-    for lean in machine.stagings() if staged else [machine]:
+    """The forecast with the most staging beside which a placement fits; if it fits beside none, with the least."""
+    for lean in machine.with_less_staging() if _travels(placed) else [machine]:
         found = forecast(name, placed, activations, lean, job, tiles=tiles)
         if found.fits:
             break
     return found
 
 
+def _travels(placed: Sequence[PlacedRun]) -> bool:
+    return any(placement.travels for _, placement in placed)
+
+
+def _largest_part(placed: Sequence[PlacedRun], machine: Machine) -> int:
+    """Of a rank, in elements."""
+    return max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
+
+
 def _rooms(placed: Sequence[PlacedRun], machine: Machine, job: Job) -> int:
     """On the host, for tiles on their way between disk and update: masters, moments, gradients, and new weights."""
-    largest = max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
     updated = any(placement.optim.tier is Tier.DISK for _, placement in placed)
     sunk = any(placement.param.tier is Tier.DISK for _, placement in placed)
     moments = round(job.recipe.moments / 4)
     summed = any(placement.grad.tier is Tier.DISK for _, placement in placed)
     kinds = (1 + moments + sunk + summed) if updated else int(sunk)
     others = 1 + (updated and sunk)  # a load brings masters and weights of a tile to where they rest
-    return room_bytes(largest, kinds, machine.disk_threads, machine.disk_request_bytes, others)
+    return room_bytes(_largest_part(placed, machine), kinds, machine.disk_threads, machine.disk_request_bytes, others)

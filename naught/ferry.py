@@ -13,7 +13,8 @@ from torch import Tensor
 
 from naught.block_norms import norms_of
 from naught.flat import Meter
-from naught.holding import SLOT_NUMEL, STRETCH_NUMEL, Buffer
+from naught.holding import Buffer
+from naught.rooms import STRETCH_NUMEL
 from naught.rounding import Rounds
 from naught.staging import Staging
 from naught.streams import Lane, Point, here
@@ -29,13 +30,14 @@ class Sent(NamedTuple):
 
 
 class Ferry:
-    """Carries sums of gradients down and weights up, none of them larger than `largest_numel`, through so many slots at most."""
+    """Carries sums of gradients down and weights up, through staging."""
 
-    def __init__(self, device: torch.device, meter: Meter, largest_numel: int, most_slots: int, *, apart: bool) -> None:
+    def __init__(self, staging: Staging, meter: Meter, *, apart: bool) -> None:
+        device = staging.device
         self.device, self.down, self.up = device, Lane(device), Lane(device)
         self.rounding = Lane(device, urgent=True)  # else a cast of a moment waits for whole products of matrices
         self.apart = apart  # else all memory is one, and nothing is staged
-        self.staging = Staging(device, largest_numel, most_slots if apart else 0)
+        self.staging = staging
         self.lock = threading.Lock()  # around the landings
         self.meter = meter
         meter.change(Buffer.STAGING, self.staging.nbytes)
@@ -44,8 +46,9 @@ class Ferry:
         """Bring a sum of a type to its home on the host, or add it to the one that is there. The part may be let go at once."""
         as_it_is = part.dtype == dtype and not onto
         norms = norms_of(part) if as_it_is else []
-        # As much at a time as a slot holds: what is asked of the device seldom costs the host little.
-        numel = SLOT_NUMEL * 4 // home.itemsize if as_it_is else STRETCH_NUMEL
+        # As much at a time as a berth holds: what is asked of the device seldom costs the host little.
+        most = self.staging.piece_numel
+        numel = most * 4 // home.itemsize if as_it_is else min(most, STRETCH_NUMEL)
         for piece, place in zip(_stretches(part, numel), _stretches(home, numel), strict=True):
             total = piece.to(dtype)
             if onto:
@@ -73,13 +76,13 @@ class Ferry:
         if not self.apart:
             place.copy_(total)
             return
-        slot = self.staging.next_slot()
-        slot.free.hold(self.device)
-        staged = slot.of(total.numel(), place.dtype).copy_(total)
+        berth = self.staging.next_berth()
+        berth.free.hold(self.device)
+        staged = berth.of(total.numel(), place.dtype).copy_(total)
         self.down.follow(here(self.device))
         with self.down.open():
             place.copy_(staged, non_blocking=True)
-        slot.free = self.down.point()
+        berth.free = self.down.point()
 
     def bring(self, source: Tensor, into: Tensor, after: Point, rounds: Rounds) -> Point:
         """Copy what rests on the host to the device, after a point of the device's order; any thread may ask."""
@@ -95,7 +98,8 @@ class Ferry:
                 return self.up.point()
             self.rounding.follow(after)
             try:
-                for piece, place in zip(_stretches(source, SLOT_NUMEL), _stretches(into, SLOT_NUMEL), strict=True):
+                numel = self.staging.piece_numel
+                for piece, place in zip(_stretches(source, numel), _stretches(into, numel), strict=True):
                     self._round(piece, place, rounds)
             except BaseException:  # whoever hears of it may let the memory go that is being written to
                 self.up.point().wait()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from naught.holding import STRETCH_NUMEL
+from naught.rooms import STRETCH_NUMEL
 from naught.rounding import fold, misfits, unfold
 
 __all__ = ["Folded"]

@@ -235,19 +235,19 @@ class Gradients:
             self._set_aside()
         return self.owned.value
 
-    def still_here(self) -> Tensor | None:
-        """This rank's slice of the sum, if it is on the device; None if it has left, or nothing was reduced."""
-        if self.content is Content.SUM and self.owned.empty:
-            return self.mine
+    def slice_or_norms(self) -> Tensor | list[Tensor]:
+        """This rank's slice of the sum where it is on the device; else the norms of its blocks, as they were taken when it left,
+        and none where nothing was reduced."""
         if self.content is Content.SUM:
+            if self.owned.empty:
+                return self.mine
             self._set_aside()
-        if self.owned.norms is not None or self.owned.value is None:
-            return None
-        return self.owned.value if self.placement.optim.split else self.owned.value[self.shard]
-
-    def norms_sent(self) -> list[Tensor]:
-        """Of the blocks of a slice that has left."""
-        return self.owned.norms or []
+        if self.owned.norms is not None:
+            return self.owned.norms
+        total = self.owned.value
+        if total is None:
+            return []
+        return total if self.placement.optim.split else total[self.shard]
 
     def rewritten(self) -> None:
         """Somebody has written to the sum."""

@@ -15,63 +15,14 @@ from naught.placement import Kind, Placement, Tier
 from naught.steps import Placements, Sizes, Step, UnitBytes, Verb
 
 __all__ = [
-    "LEAST_SLOTS",
-    "LEAVING",
     "LIVES",
-    "MOST_SLOTS",
-    "ROOMS_ON_THE_WAY",
-    "SLOT_NUMEL",
-    "STRETCH_NUMEL",
-    "TILE_STEP",
     "Buffer",
     "Life",
     "Peaks",
     "held_after_each",
-    "landing_slots",
     "read_room_bytes",
-    "room_bytes",
     "simulate",
-    "staging_bytes",
-    "staging_slots",
 ]
-
-# What is reckoned on a device is reckoned in stretches of so many elements; what goes between it and the host goes through slots
-# of so many elements of 32 bits each.
-STRETCH_NUMEL, SLOT_NUMEL = 1 << 23, 1 << 24
-LEAST_SLOTS, MOST_SLOTS = 4, 24
-_LANDINGS = 2  # slots for what comes up: one is filled while the other is cast from
-# Activations that are on their way at a time, before others are waited for; and rooms on the host for those that go to disk and
-# come back from there: written and about to be, read ahead, and raised.
-LEAVING = 2
-ROOMS_ON_THE_WAY = 2 * (LEAVING + 1)
-
-
-def staging_slots(largest_numel: int, most: int) -> int:
-    """Room for the largest part that goes down, so that the device goes on while it does, and a slot more; and for what comes
-    up."""
-    return min(max(-(-largest_numel // SLOT_NUMEL) + 1 + _LANDINGS, LEAST_SLOTS), most)
-
-
-def landing_slots(slots: int, largest_numel: int) -> int:
-    """Of so many, those for what comes up. What goes down keeps the device waiting: of the fewest it has all but one, unless it
-    needs no more than two."""
-    down = min(-(-largest_numel // SLOT_NUMEL) + 1, LEAST_SLOTS - 1)
-    return min(_LANDINGS, slots - down) if slots else 0
-
-
-def staging_bytes(largest_numel: int, most: int) -> int:
-    """Of all slots, where the largest part that travels has so many elements."""
-    return staging_slots(largest_numel, most) * min(SLOT_NUMEL, largest_numel) * 4
-
-
-def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int, others: int = 1) -> int:
-    """What is updated from disk is updated a tile at a time: of all rooms for tiles of so many kinds of states, by so many
-    threads, in requests of so many bytes at most, and of those for whoever else reads or writes."""
-    tile = min(-(-request_bytes // (4 * TILE_STEP)), -(-largest_numel // TILE_STEP)) * TILE_STEP * 4
-    return tile * (threads * kinds + others) if kinds else 0
-
-
-TILE_STEP = 4096  # elements: of every type a whole number of pages
 
 
 class Buffer(StrEnum):

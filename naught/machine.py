@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from naught.errors import UsageError
-from naught.holding import LEAST_SLOTS, MOST_SLOTS
 from naught.measured import Measured, recall
 from naught.placement import Tier
 from naught.quantity import parse_bytes
+from naught.rooms import LEAST_BERTHS, MOST_BERTHS
 
 __all__ = ["GPUS", "Gpu", "Machine", "detect", "device_here", "driver_gpus", "host_limit_bytes", "parse_gpu", "recognise"]
 
@@ -80,7 +80,7 @@ class Machine:
     update_numel_s: float = 4e9  # AdamW on all cores of a node
     unified: bool = False  # no GPU: the device is the host's own memory, and there is no other
     host_share: float = 0.90  # of it that states may have: a script and its libraries need some
-    slots: int = MOST_SLOTS  # on the device, at most, through which goes what goes between it and the host
+    berths: int = MOST_BERTHS  # of staging on the device, at most, through which goes what goes between it and the host
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1:
@@ -111,12 +111,11 @@ class Machine:
         }[tier]
         return int(whole * _USABLE[tier])
 
-    def stagings(self) -> list[Machine]:
-        """The same with less and less staging. Where it takes a unit whole a step is faster; but what fits beside less of it
-        trains."""
-        fewer = [slots for slots in (self.slots // 2, self.slots // 4) if slots > LEAST_SLOTS]
-        least = [LEAST_SLOTS] if self.slots > LEAST_SLOTS else []
-        return [replace(self, slots=slots) for slots in (self.slots, *fewer, *least)]
+    def with_less_staging(self) -> list[Machine]:
+        """Itself, and the same with ever less staging: what takes a unit whole is faster, but what fits beside less trains."""
+        counts = (self.berths, self.berths // 2, self.berths // 4, LEAST_BERTHS)
+        fewer = dict.fromkeys(min(self.berths, max(count, LEAST_BERTHS)) for count in counts)
+        return [replace(self, berths=count) for count in fewer]
 
     @property
     def collective_bytes_s(self) -> float:

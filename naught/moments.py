@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from naught.holding import STRETCH_NUMEL
 from naught.layout import ALIGN_NUMEL
+from naught.rooms import STRETCH_NUMEL
 from naught.shelves import Shelf
 from naught.spill import Stored
 

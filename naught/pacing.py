@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from naught.holding import LEAVING
 from naught.lanes import Bar, Lane, Lanes
 from naught.machine import Machine
 from naught.placement import Kind, Tier
+from naught.rooms import LEAVING
 from naught.steps import Placements, Sizes, Step, Verb, order_of_updates
 
 __all__ = ["Course", "Pace", "Work", "pace"]

@@ -79,6 +79,11 @@ class Placement:
         leaves = self.grad.tier is Tier.DEVICE and self.optim.tier is not Tier.DEVICE
         return Tier.HOST if leaves else self.grad.tier
 
+    @property
+    def travels(self) -> bool:
+        """Whether anything goes between the device and where it rests."""
+        return any(self.of(kind).tier is not Tier.DEVICE for kind in Kind)
+
     def of(self, kind: Kind) -> Place:
         return {Kind.PARAM: self.param, Kind.GRAD: self.grad, Kind.OPTIM: self.optim}[kind]
 

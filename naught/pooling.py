@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from naught.advice import pool
 from naught.errors import PlacementError
-from naught.estimate import Forecast, forecast_beside_staging
+from naught.estimate import Forecast, forecast_with_most_staging
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Placement, Tier
@@ -16,7 +16,7 @@ from naught.quantity import show_bytes
 from naught.shapes import Run
 from naught.sizes import PlacedRun, resting_bytes
 
-__all__ = ["Arrangement", "Limits", "place_in_pool", "refuse_full_disk", "slots_beside"]
+__all__ = ["Arrangement", "Limits", "berths_beside", "place_in_pool", "refuse_full_disk"]
 
 _TILES = (2, 4, 8, 16, 32, 64)
 _FEWER = "; fewer or smaller requests of the disk (aio.queue_depth, aio.block_size) need smaller buffers on the host"
@@ -41,10 +41,10 @@ class Limits:
 
 
 class Arrangement(NamedTuple):
-    """Where units rest, how many slots of staging leave them room, and whether gradients on the host have 32 bits."""
+    """Where units rest, how many berths of staging leave them room, and whether gradients on the host have 32 bits."""
 
     placements: list[Placement]
-    slots: int
+    berths: int
     wide: bool
 
 
@@ -55,12 +55,12 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> Arrangement:
     asked = limits.job.wide_gradients
     limits = limits.with_gradients(wide=bool(asked))
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    placed, beside = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
-    limits = replace(limits, machine=beside)
-    found, wider = _forecast(placed, limits), _forecast(placed, limits.with_gradients(wide=True))
+    placed, found = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
+    limits = replace(limits, machine=replace(limits.machine, berths=found.berths))
     if found.fits:
-        wide = wider.fits and wider.slots == found.slots if asked is None else asked
-        return Arrangement([placement for run, placement in placed for _ in range(run.repeat)], found.slots, wide)
+        wider = _forecast(placed, limits.with_gradients(wide=True))
+        wide = wider.fits and wider.berths == found.berths if asked is None else asked
+        return Arrangement([placement for run, placement in placed for _ in range(run.repeat)], found.berths, wide)
     where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
     farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], limits)
     raise PlacementError(
@@ -82,12 +82,12 @@ def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: in
         )
 
 
-def slots_beside(placed: Sequence[PlacedRun], limits: Limits) -> int:
-    """How many slots of staging leave room for the states. What does not fit beside the fewest is refused before anything is
+def berths_beside(placed: Sequence[PlacedRun], limits: Limits) -> int:
+    """How many berths of staging leave room for the states. What does not fit beside the fewest is refused before anything is
     allocated."""
     found = _forecast(placed, limits)
     if found.fits:
-        return found.slots
+        return found.berths
     runs = [run for run, _ in placed]
     uniform = {name: [PlacedRun(run, place) for run in runs] for name, place in PLACEMENTS.items()}
     others = (name for name, rows in uniform.items() if "disk" not in name and _forecast(rows, limits).fits)
@@ -107,7 +107,7 @@ def slots_beside(placed: Sequence[PlacedRun], limits: Limits) -> int:
 
 def _forecast(placed: Sequence[PlacedRun], limits: Limits, tiles: int = 1) -> Forecast:
     job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    return forecast_beside_staging("run", placed, limits.activations, limits.machine, job, tiles=tiles)
+    return forecast_with_most_staging("run", placed, limits.activations, limits.machine, job, tiles=tiles)
 
 
 def _needs(found: Forecast) -> str:

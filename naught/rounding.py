@@ -10,12 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from naught.rooms import BERTH_NUMEL
+
 __all__ = ["Rounds", "fold", "half_up", "misfits", "nearest", "unfold"]
 
 Rounds = Callable[[Tensor, Tensor], object]  # into the first, what the second is
 
 _HALF = 0x8000
-_AT_A_TIME = 1 << 24
 _LOW, _HIGH = 0, 1  # of a master's bits, as they lie in memory
 
 
@@ -24,7 +25,8 @@ def nearest(into: Tensor, source: Tensor) -> None:
     if source.device == into.device or source.dim() != 1:
         into.copy_(source)
         return
-    for place, values in zip(torch.split(into, _AT_A_TIME), torch.split(source, _AT_A_TIME), strict=True):
+    # As much as comes up at a time, at once: each kernel may have to wait for others.
+    for place, values in zip(torch.split(into, BERTH_NUMEL), torch.split(source, BERTH_NUMEL), strict=True):
         _put(place, values)
 
 
@@ -37,7 +39,7 @@ def half_up(into: Tensor, source: Tensor) -> None:
     if source.dim() != 1:
         upper.copy_(_upper(source.reshape(-1)).reshape(source.shape))
         return
-    for place, values in zip(torch.split(upper, _AT_A_TIME), torch.split(source, _AT_A_TIME), strict=True):
+    for place, values in zip(torch.split(upper, BERTH_NUMEL), torch.split(source, BERTH_NUMEL), strict=True):
         _put(place, _upper(values))
 
 

@@ -7,14 +7,14 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from naught.holding import SLOT_NUMEL, landing_slots, staging_slots
+from naught.rooms import BERTH_NUMEL, landings_of, staging_berths
 from naught.streams import here
 
-__all__ = ["Slot", "Staging"]
+__all__ = ["Berth", "Staging"]
 
 
-class Slot:
-    """A piece of it, and when what it held was last read."""
+class Berth:
+    """A piece of staging, and when what it held was last read."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.room = torch.empty(numel, dtype=torch.float32, device=device)
@@ -25,32 +25,33 @@ class Slot:
 
 
 class Staging:
-    """Slots for what goes down and landings for what comes up, so many together at most; what travels has no more elements than
-    `largest_numel`."""
+    """Berths for what goes down and landings for what comes up, so many together at most; none of what travels has more elements
+    than `largest_numel`. What has more than a berth travels in pieces."""
 
-    def __init__(self, device: torch.device, largest_numel: int, most_slots: int) -> None:
-        numel = min(SLOT_NUMEL, largest_numel)  # of 32 bits; of 16 as many again
-        slots = staging_slots(largest_numel, most_slots)
-        landings = landing_slots(slots, largest_numel)
-        self.slots = deque(Slot(numel, device) for _ in range(slots - landings))
-        self.landings = deque(Slot(numel, device) for _ in range(landings))
+    def __init__(self, device: torch.device, largest_numel: int, most: int, berth_numel: int = BERTH_NUMEL) -> None:
+        self.device, self.piece_numel = device, berth_numel  # of 32 bits; of 16 as many again
+        count = staging_berths(largest_numel, most, berth_numel)
+        landings = landings_of(count, largest_numel, berth_numel)
+        numel = min(berth_numel, largest_numel)
+        self.berths = deque(Berth(numel, device) for _ in range(count - landings))
+        self.landings = deque(Berth(numel, device) for _ in range(landings))
 
     @property
     def nbytes(self) -> int:
-        return sum(slot.room.nbytes for slot in (*self.slots, *self.landings))
+        return sum(berth.room.nbytes for berth in (*self.berths, *self.landings))
 
-    def next_slot(self) -> Slot:
-        return _next(self.slots)
+    def next_berth(self) -> Berth:
+        return _next(self.berths)
 
-    def next_landing(self) -> Slot:
+    def next_landing(self) -> Berth:
         return _next(self.landings)
 
     def clear(self) -> None:
-        self.slots.clear()
+        self.berths.clear()
         self.landings.clear()
 
 
-def _next(slots: deque[Slot]) -> Slot:
+def _next(berths: deque[Berth]) -> Berth:
     """The one that was used longest ago."""
-    slots.rotate(-1)
-    return slots[-1]
+    berths.rotate(-1)
+    return berths[-1]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from naught.comm import Group
 from naught.disk_side import DiskSide
-from naught.holding import STRETCH_NUMEL
 from naught.layout import Layout, Span, intersect, pad
 from naught.moments import Held, Packed, Wide
+from naught.rooms import STRETCH_NUMEL
 from naught.rules import Hyper, Part, Rule
 from naught.shelves import Shelf
 from naught.spill import Stored
@@ -43,9 +43,10 @@ class Updating(NamedTuple):
 
 def _widened(parts: Sequence[Part]) -> list[Part]:
     """With gradients in 32 bits: as they are, if they have them. A GPU has a faster kernel for lists of them."""
-    wide = [torch.empty_like(part.grads, dtype=torch.float32) for part in parts if part.grads.dtype != torch.float32]
+    narrow = [part.grads for part in parts if part.grads.dtype != torch.float32]
+    wide = [torch.empty_like(grads, dtype=torch.float32) for grads in narrow]
     if wide:
-        torch._foreach_copy_(wide, [part.grads for part in parts if part.grads.dtype != torch.float32])
+        torch._foreach_copy_(wide, narrow)
     widened = iter(wide)
     return [part if part.grads.dtype == torch.float32 else part._replace(grads=next(widened)) for part in parts]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from naught.holding import STRETCH_NUMEL
 from naught.moments import Wide
+from naught.rooms import STRETCH_NUMEL
 from naught.rounding import Rounds, misfits
 from naught.segment import Segment
 

@@ -20,7 +20,6 @@ from naught.ferry import Ferry
 from naught.file_errors import telling
 from naught.flat import Meter
 from naught.formulas import SMALL_MOMENT, Recipe
-from naught.holding import MOST_SLOTS, TILE_STEP
 from naught.home import HostSide
 from naught.host_crew import Crew, HostCrew, cores_of
 from naught.job import Job
@@ -28,10 +27,12 @@ from naught.placement import Kind, Tier
 from naught.pooling import Limits
 from naught.precision import Precision
 from naught.present import present
+from naught.rooms import MOST_BERTHS, TILE_STEP
 from naught.rota import Rota
 from naught.shelves import HostShelf
 from naught.spill import Desk
 from naught.spill_file import NoFile, UnnamedFile
+from naught.staging import Staging
 
 __all__ = [
     "activation_rest",
@@ -84,7 +85,7 @@ def limits_of_bytes(
             disk_threads=_disk_threads(config),
             disk_request_bytes=config.aio.block_size,
             disk_bytes=disk * min(here, world),
-            slots=MOST_SLOTS if apart else 0,
+            berths=MOST_BERTHS if apart else 0,
             unified=unified,
         ),
         job_of(config, precision, moments),
@@ -160,17 +161,18 @@ def _named_folder(config: Config) -> str | None:
 
 
 def host_side(
-    config: Config, group: Group, device: torch.device, meter: Meter, *, largest_numel: int, most_slots: int
+    config: Config, group: Group, device: torch.device, meter: Meter, *, largest_numel: int, most_berths: int
 ) -> HostSide | None:
     """What a rank needs on its host; None: nothing can rest there. No part of a flat that travels has more elements."""
     placement, zero = placement_of(config), config.zero_optimization
-    if all(placement.of(kind).tier is Tier.DEVICE for kind in Kind) and config.naught.placement == "stage":
+    if not placement.travels and config.naught.placement == "stage":
         return None
     pins = all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block is not None)
     around = present()
     limit = config.naught.host_memory and config.naught.host_memory // around.local_ranks
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
-    ferry = Ferry(device, meter, largest_numel, most_slots, apart=around.is_apart(device))
+    apart = around.is_apart(device)
+    ferry = Ferry(Staging(device, largest_numel, most_berths if apart else 0), meter, apart=apart)
     return HostSide(shelf, ferry, hire_crew(device, group), config.naught.host_sums)
 
 

@@ -1,11 +1,10 @@
-"""Update: one step of training once all gradients are reduced. One exchange decides for all ranks, and the host waits for its
+"""Update: what becomes of a step once all gradients are reduced. One exchange decides for all ranks, and the host waits for its
 device once."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,23 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from naught.applying import apply
 from naught.block_norms import in_order, norms_of_each, numbers_of
 from naught.comm import Group
 from naught.errors import UsageError
 from naught.gradients import Gradients
-from naught.host_update import update_beside
 from naught.husks import Husks, check_husks, untouched
-from naught.rules import Part
 from naught.segment import Segment
 from naught.states import Updating
-from naught.steps import order_of_updates
 from naught.strays import Lookout
 from naught.unit import Unit
 
 __all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
-
-_BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
-_DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
 
 
 class Norm(NamedTuple):
@@ -88,7 +82,8 @@ def update(
     if norm.finite or not limits.skips:
         anywhere = iter((rows[:, 2:].amax(0) > 0).tolist())
         flags = {segment: [next(anywhere) for _ in segment.grads.used] for segment in trained}
-        _apply(units, how, flags, limits, coefficient=_coefficient(norm.total, limits.clip) / scale, delayed=delayed)
+        coefficient = _coefficient(norm.total, limits.clip) / scale
+        apply(units, how, flags, coefficient, limits.flight_bytes, delayed=delayed)
     else:
         norm = norm._replace(culprit=_culprit(trained))
     return norm
@@ -158,12 +153,11 @@ def _look(
     return amiss, in_order(numbers[:count])
 
 
-def _norms(sums: Sequence[Gradients]) -> list[Tensor]:
-    """Of the blocks of this rank's slices, in their order: those that have not left are read together."""
-    here = [grads.still_here() for grads in sums]
-    read = iter(norms_of_each([values for values in here if values is not None]))
-    each = (grads.norms_sent() if values is None else next(read) for grads, values in zip(sums, here, strict=True))
-    return [norms for pieces in each for norms in pieces]
+def _norms(trained: Sequence[Gradients]) -> list[Tensor]:
+    """Of the blocks of this rank's slices, in their order: those of slices that are on the device are read together."""
+    found = [grads.slice_or_norms() for grads in trained]
+    read = iter(norms_of_each([each for each in found if isinstance(each, Tensor)]))
+    return [norms for each in found for norms in (next(read) if isinstance(each, Tensor) else each)]
 
 
 def _culprit(trained: Sequence[Segment]) -> str | None:
@@ -192,99 +186,3 @@ def _coefficient(norm: float, clip: float) -> float:
     """As torch.nn.utils.clip_grad_norm_ has it: never above one, and NaN where the norm is. A clip of 0 does not clip."""
     coefficient = clip / (norm + 1e-6) if clip else 1.0
     return 1.0 if coefficient > 1.0 else coefficient
-
-
-Flags = dict[Segment, list[bool]]
-
-
-def _apply(units: Sequence[Unit], how: Updating, used: Flags, limits: UpdateLimits, *, coefficient: float, delayed: bool) -> None:
-    """Update what this rank owns. On the host that goes on beside everything else, a unit at a time. On the device a batch of
-    units is in each call of the rule, and new weights travel beside the next batch."""
-    due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
-    caught_up = [unit for unit in units if unit.catch_up()]  # also what is not used in this step
-    units = [unit for unit in units if any(segment in due for segment in unit.trained)]
-    courier = _Courier(limits)
-    remote = [unit for unit in units if unit.remote]
-    delayed = delayed and how.rule.defers
-    for segment in (segment for unit in order_of_updates(remote) for segment in unit.trained if segment in due):
-        update_beside(segment, how, due[segment], coefficient, delayed=delayed)
-    renewed = caught_up if delayed else list(dict.fromkeys([*remote, *caught_up]))
-    _tell_autograd(renewed)
-    courier.send(renewed)
-    on_device = how._replace(most_numel=min(how.most_numel, _DEVICE_NUMEL))
-    for changed in _batches([unit for unit in units if not unit.remote]):
-        segments = [segment for unit in changed for segment in unit.trained if segment in due]
-        parts = (part for segment in segments for part in segment.due(on_device, due[segment]))
-        for bundle in _bundles(parts):
-            how.take(bundle, coefficient)
-        for segment in segments:
-            segment.written()
-        _tell_autograd(changed)
-        courier.send(changed)
-    courier.arrive()
-
-
-def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:
-    """As many as are widened at a time."""
-    bundle: list[Part] = []
-    numel = 0
-    for part in parts:
-        if bundle and numel + part.grads.numel() > _DEVICE_NUMEL:
-            yield bundle
-            bundle, numel = [], 0
-        bundle.append(part)
-        numel += part.grads.numel()
-    if bundle:
-        yield bundle
-
-
-def _tell_autograd(units: Sequence[Unit]) -> None:
-    """Writing a flat does not bump the version counters by which autograd notices a change behind its back."""
-    segments = [segment for unit in units for segment in unit.trained]
-    torch.autograd.graph.increment_version([param for segment in segments for param in segment.weights.params])
-    for segment in segments:
-        if segment.known is not None:
-            segment.known.renew()
-
-
-def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Units in their order, as many at a time as make a call worth its while."""
-    batch: list[Unit] = []
-    nbytes = 0
-    for unit in units:
-        batch.append(unit)
-        nbytes += sum(segment.grads.mine.nbytes for segment in unit.trained)
-        if nbytes >= _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    yield batch
-
-
-class _Courier:
-    """Brings new weights of whole flats from their owners to everybody, within a limit of bytes under way; lazy units are
-    gathered where they are used next."""
-
-    def __init__(self, limits: UpdateLimits) -> None:
-        self.limits = limits
-        self.under_way: deque[tuple[Unit, int]] = deque()
-        self.nbytes = 0
-
-    def send(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            unit.outdate(hide=unit.lazy)
-            if unit.present or unit.lazy or unit.placement.param.split:
-                continue
-            while self.under_way and self.nbytes + unit.gathered_bytes > self.limits.flight_bytes:
-                self._arrive()
-            unit.gather()
-            self.under_way.append((unit, unit.gathered_bytes))
-            self.nbytes += unit.gathered_bytes
-
-    def arrive(self) -> None:
-        while self.under_way:
-            self._arrive()
-
-    def _arrive(self) -> None:
-        unit, nbytes = self.under_way.popleft()
-        unit.ready()
-        self.nbytes -= nbytes

@@ -9,7 +9,7 @@ import torch
 from menagerie import DEVICE
 
 from naught.block_norms import in_order, norms_in_one_read, norms_of, norms_of_each
-from naught.holding import STRETCH_NUMEL
+from naught.rooms import STRETCH_NUMEL
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

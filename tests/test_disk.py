@@ -41,9 +41,9 @@ from naught.fragments import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
 )
-from naught.holding import room_bytes
 from naught.job import Job
 from naught.placement import Kind
+from naught.rooms import room_bytes
 from naught.shapes import Run
 from naught.sizes import PlacedRun
 from naught.spill import Desk, Room, Spill, Stored

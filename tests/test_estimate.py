@@ -13,7 +13,6 @@ from naught.advice import POOLED, advise, best_forecast, largest_numel, pool
 from naught.errors import PlacementError, UsageError
 from naught.estimate import Category, forecast
 from naught.formulas import Recipe, recipe, state_bytes
-from naught.holding import LEAST_SLOTS, MOST_SLOTS, SLOT_NUMEL, landing_slots
 from naught.job import ActivationBytes, Checkpointing, Job, transformer_activations
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import GPUS, Gpu, Machine
@@ -21,8 +20,9 @@ from naught.model_names import parse_model
 from naught.moving import Budgets
 from naught.placement import PLACEMENTS, Kind, Placement, Tier, place_stage
 from naught.plan import compile_plan
-from naught.pooling import Limits, place_in_pool, slots_beside
+from naught.pooling import Limits, berths_beside, place_in_pool
 from naught.presets import gpt_of_count
+from naught.rooms import BERTH_NUMEL, LEAST_BERTHS, MOST_BERTHS, landings_of
 from naught.shapes import Run
 from naught.sizes import PlacedRun
 from naught.steps import Event, Moment, Pass, Step, UnitBytes, Verb
@@ -117,7 +117,7 @@ def mixtures(draw) -> list[PlacedRun]:
 
 @given(mixtures(), st.sampled_from([1, 2]))
 def test_the_working_set_is_that_of_the_whole_model(placed, ranks):
-    found = forecast("x", placed, NOTHING, replace(machine_of(ranks), slots=0), Job())
+    found = forecast("x", placed, NOTHING, replace(machine_of(ranks), berths=0), Job())
     whole = whole_working_set(tuple(placed), ranks, Job())
     assert found.memory[Tier.DEVICE][Category.GATHERED] == whole.gathered
     assert found.memory[Tier.DEVICE][Category.BUFFERS] == whole.device_buffers
@@ -200,23 +200,23 @@ def test_what_travels_is_staged_in_buffers_of_a_constant_size():
 def test_staging_gives_way_to_states():
     placed = [PlacedRun(Run("block", 1 << 28, 3), PLACEMENTS["stage2-offload"])]
     needs = {
-        slots: forecast("x", placed, NOTHING, replace(HUGE, slots=slots), Job()).total(Tier.DEVICE) for slots in (4, 6, 12, 24)
+        most: forecast("x", placed, NOTHING, replace(HUGE, berths=most), Job()).total(Tier.DEVICE) for most in (4, 6, 12, 24)
     }
 
-    def slots(nbytes: int) -> int:
+    def berths(nbytes: int) -> int:
         machine = replace(HUGE, gpu=HUGE.gpu._replace(memory_bytes=-(-nbytes * 100 // 96)))  # of which states may have 0.96
-        return slots_beside(placed, Limits(machine, Job(), 0))
+        return berths_beside(placed, Limits(machine, Job(), 0))
 
-    assert [slots(nbytes) for nbytes in needs.values()] == [4, 6, 12, 24]
-    assert [slots(needs[most] - 100) for most in (6, 12, 24)] == [4, 6, 12]
+    assert [berths(nbytes) for nbytes in needs.values()] == [4, 6, 12, 24]
+    assert [berths(needs[most] - 100) for most in (6, 12, 24)] == [4, 6, 12]
     with pytest.raises(PlacementError, match="does not fit"):
-        slots(needs[4] - 100)
+        berths(needs[4] - 100)
 
 
 @pytest.mark.parametrize(("pieces", "landings"), [(1, [0, 2, 2, 2]), (2, [0, 1, 2, 2]), (30, [0, 1, 2, 2])])
 def test_what_goes_down_has_most_of_the_staging(pieces, landings):
-    counts = (0, LEAST_SLOTS, LEAST_SLOTS + 1, MOST_SLOTS)
-    assert [landing_slots(slots, pieces * SLOT_NUMEL) for slots in counts] == landings
+    counts = (0, LEAST_BERTHS, LEAST_BERTHS + 1, MOST_BERTHS)
+    assert [landings_of(berths, pieces * BERTH_NUMEL) for berths in counts] == landings
 
 
 def test_staging_pushes_no_states_to_disk():
@@ -226,19 +226,19 @@ def test_staging_pushes_no_states_to_disk():
     machine = Machine(gpu=gpu, host_bytes=111 * 10**9, host_share=1.0, disk_bytes=10**12)
     limits = Limits(machine, Job(recipe=Recipe(2, 2, 2, 8), wide_gradients=False), 9 * 10**9)
     arranged = place_in_pool(units, limits)
-    assert arranged.slots < MOST_SLOTS
+    assert arranged.berths < MOST_BERTHS
     assert all(placement.optim.tier is not Tier.DISK for placement in arranged.placements)
     roomy = place_in_pool(units, replace(limits, machine=replace(machine, host_bytes=10**12)))
-    assert roomy.slots == MOST_SLOTS
+    assert roomy.berths == MOST_BERTHS
 
 
 def test_a_plan_gives_up_staging_before_it_calls_a_row_too_large():
     placed = [PlacedRun(Run("block", 1 << 28, 3), PLACEMENTS["stage2-offload"])]
-    needs = {slots: forecast("x", placed, NOTHING, replace(HUGE, slots=slots), Job()).total(Tier.DEVICE) for slots in (4, 24)}
-    for slots, nbytes in needs.items():
+    needs = {most: forecast("x", placed, NOTHING, replace(HUGE, berths=most), Job()).total(Tier.DEVICE) for most in (4, 24)}
+    for most, nbytes in needs.items():
         machine = replace(HUGE, gpu=HUGE.gpu._replace(memory_bytes=-(-nbytes * 100 // 96)))
         found = best_forecast("x", placed, lambda _: NOTHING, machine, Job())
-        assert (found.fits, found.slots) == (True, slots)
+        assert (found.fits, found.berths) == (True, most)
 
 
 def test_a_rank_alone_gathers_nothing():
@@ -412,7 +412,7 @@ def test_the_largest_model_fits_and_a_slightly_larger_one_does_not(name):
         model = gpt_of_count(numel)
         measure = lambda trial: transformer_activations(model.shape, trial)  # noqa: E731
         placed = (
-            pool(model.runs, measure, machine, job)[0]
+            pool(model.runs, measure, machine, job).placed
             if name == POOLED
             else [PlacedRun(run, PLACEMENTS[name]) for run in model.runs]
         )
@@ -504,7 +504,7 @@ def test_a_row_of_units_is_placed_as_its_units_are():
     counts = []
     for runs in (together, apart):
         found: Counter[Placement] = Counter()
-        for run, placement in pool(runs, lambda _: NOTHING, machine, job, automatic=False, tiles=False)[0]:
+        for run, placement in pool(runs, lambda _: NOTHING, machine, job, automatic=False, tiles=False).placed:
             found[placement] += run.repeat
         counts.append(found)
     assert counts[0] == counts[1]

@@ -19,7 +19,6 @@ from naught.comm import Ledger, World, imagine
 from naught.config import load
 from naught.errors import ModelError, PlacementError, UsageError
 from naught.formulas import recipe
-from naught.holding import LEAVING
 from naught.job import ActivationBytes, Job, transformer_activations
 from naught.lanes import Lanes
 from naught.live_bytes import LiveBytes, activations_of
@@ -27,6 +26,7 @@ from naught.machine import Gpu, Machine, detect
 from naught.pacing import Course, Work, pace
 from naught.placement import PLACEMENTS, Kind, Tier, place_stage
 from naught.precision import precision_of
+from naught.rooms import LEAVING
 from naught.shapes import Transformer
 from naught.simulation import simulate
 from naught.sizes import PlacedRun

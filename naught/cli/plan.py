@@ -18,7 +18,7 @@ from naught.cli.files import write_new
 from naught.cli.machines import machine_of, machine_text, rates_text
 from naught.cli.plan_file import Wanted, document_of
 from naught.errors import UsageError
-from naught.estimate import Forecast, forecast_beside_staging
+from naught.estimate import Forecast, forecast_with_most_staging
 from naught.formulas import recipe
 from naught.job import Checkpointing, Job, transformer_activations
 from naught.machine import Machine
@@ -139,8 +139,9 @@ class _Question:
             placed = _placed(self.model.runs, placement_of(self.config), self.config)
         else:
             machine = machine if ours.nvme_path else replace(machine, disk_bytes=0)
-            placed, machine = pool(self.model.runs, lambda _: measured, machine, self.job, automatic=False, tiles=False)
-        return forecast_beside_staging("configuration", placed, measured, machine, self.job, tiles=ours.tiles)
+            placed, found = pool(self.model.runs, lambda _: measured, machine, self.job, automatic=False, tiles=False)
+            machine = replace(machine, berths=found.berths)
+        return forecast_with_most_staging("configuration", placed, measured, machine, self.job, tiles=ours.tiles)
 
 
 def _question(options: argparse.Namespace) -> _Question:

@@ -69,7 +69,7 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
     if recipe.naught.placement != "stage":
         units, arranged = _pooled(model, recipe, batch, world, held)
         placed = [PlacedRun(*pair) for pair in zip(units, arranged.placements, strict=True)]
-        machine, job = replace(machine, slots=arranged.slots), replace(job, wide_gradients=arranged.wide)
+        machine, job = replace(machine, berths=arranged.berths), replace(job, wide_gradients=arranged.wide)
     found = forecast("run", placed, activations, machine, job)
     whole = forecast("run", [PlacedRun(run, PLACEMENTS["stage0"]) for run in runs], activations, machine, job)
     memory = {category.value: nbytes for category, nbytes in found.memory[Tier.DEVICE].items()}
