@@ -1,7 +1,7 @@
 """What a plan says a run will hold, and what it held: on the device by torch's own count, and on the host.
 
-python benchmarks/memory.py              # 38 configurations on a GPU, two of them on disk; on a CPU four small ones
-python benchmarks/memory.py --quick
+python benchmarks/memory.py              # 38 configurations on a GPU, two of them on disk; on a CPU six small ones
+python benchmarks/memory.py --quick      # the six on a GPU, too
 
 The plan is the planner's, for the module and its inputs, made before anything is trained: states by their placement, the
 working set by walking the plan of a step, activations by tracing the module on fake tensors.
@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -92,7 +91,6 @@ def main() -> None:
         errors = [abs(row[f"{tier}_error"]) for row in rows if row[f"{tier}_error"] is not None]
         if errors:
             print(f"{tier}: {len(errors)} configurations, off by {statistics.median(errors):.1%}, at most {max(errors):.1%}")
-    sys.exit(0)
 
 
 def measure(case: Case, device: torch.device) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class _Home(NamedTuple):
         unit = self.engine.schedule.units[self.engine.passes.homes[self.segment.weights.params[self.place]]]
         unit.outdate(hide=False)
         if not unit.placement.param.split:
-            unit.fetch()
+            unit.make_whole()
 
     def grads_written(self) -> None:
         """A parameter that has been given a gradient is used."""

@@ -2,9 +2,6 @@
 
 A unit's backward begins when a gradient reaches one of its outputs, and is over when the gradients of all its inputs are
 complete. Both are known from the tensors that pass between units, so no layer is wrapped and nothing is patched.
-
-A unit may *borrow* another, whose parameters it uses outside of that one's own module: what is said of the borrower is
-then said of the other too.
 """
 
 from __future__ import annotations
@@ -19,23 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from naught.in_graph import inside_graph, tensors_in
+from naught.loans import Hearer, Loans
 from naught.steps import Moment
 
 __all__ = ["Hooks", "Listener", "keep_out_of_graphs", "letting_go", "recomputing"]
 
 
-class Listener(Protocol):
+class Listener(Hearer, Protocol):
     """Whoever wants to know."""
 
     def begin(self) -> None: ...
 
     def end(self) -> None: ...
 
-    def happened(self, moment: Moment, unit: str) -> None: ...
-
     def made(self, param: nn.Parameter) -> None: ...
-
-    def in_backward(self, unit: str) -> bool: ...
 
     def exported(self) -> None: ...
 
@@ -85,8 +79,7 @@ class Hooks:
     ) -> None:
         self.listener, self.frozen = listener, frozen
         self.fire = self._fire_of_a_pass()
-        self.calls: dict[str, int] = dict.fromkeys(units, 0)
-        self.borrowed: dict[str, list[str]] = {}
+        self.loans = Loans(listener, units)
         self.aside: dict[str, list[tuple[nn.Module, str]]] = {}  # where a unit's modules put tensors beside its output
         self.stack: list[str] = []  # units whose forward is running, the innermost last
         self.through: list[nn.Module] = []  # doors through which they were entered
@@ -128,7 +121,7 @@ class Hooks:
     def forget(self) -> None:
         """A pass is over, one way or another."""
         self.fire = self._fire_of_a_pass()
-        self.calls = dict.fromkeys(self.calls, 0)
+        self.loans.forget()
         self.stack.clear()
         self.through.clear()
         self.unmade.clear()
@@ -136,38 +129,7 @@ class Hooks:
 
     def borrow(self, unit: str) -> None:
         """The unit that is running uses this one. From now on both come and go together."""
-        borrower = self.stack[-1] if self.stack else ""
-        self.borrowed.setdefault(borrower, []).append(unit)
-        self.listener.happened(Moment.ENTER, unit)
-
-    def expect_loan(self, borrower: str, unit: str) -> None:
-        """A unit will use this one, as its user has said."""
-        if borrower != unit and unit not in self.borrowed.setdefault(borrower, []):
-            self.borrowed[borrower].append(unit)
-
-    def _say(self, moment: Moment, unit: str) -> None:
-        self.listener.happened(moment, unit)
-        for other in self.borrowed.get(unit, ()) if self.borrowed else ():
-            if moment is Moment.GRAD:
-                self._say_grad(other)
-            elif moment is Moment.DONE:
-                self._say_done(other)
-            else:
-                self.listener.happened(moment, other)
-
-    def _say_grad(self, unit: str) -> None:
-        if not self.listener.in_backward(unit):
-            self._say(Moment.GRAD, unit)
-
-    def _say_done(self, unit: str) -> None:
-        """Unless another call of it, or somebody who borrows it, is still to come."""
-        if self.calls[unit] <= 0 and self.listener.in_backward(unit) and not self._is_lent(unit):
-            self._say(Moment.DONE, unit)
-
-    def _is_lent(self, unit: str) -> bool:
-        return bool(self.borrowed) and any(
-            unit in others and self.listener.in_backward(borrower) for borrower, others in self.borrowed.items()
-        )
+        self.loans.borrow(self.stack[-1] if self.stack else "", unit)
 
     # A copy of the model carries the hooks along, and they must not take it for the model: each knows its own module.
     # They are functions, not methods, for a method would be copied together with all that it belongs to.
@@ -195,12 +157,12 @@ class Hooks:
             if called is not module or (door and unit in self.stack):
                 return
             if recomputing():
-                self._say_grad(unit)  # a reentrant checkpoint: the backward begins with this
+                self.loans.say_grad(unit)  # a reentrant checkpoint: the backward begins with this
                 return
             if door:
                 self.through.append(module)
             self.stack.append(unit)
-            self._say(Moment.ENTER, unit)
+            self.loans.say(Moment.ENTER, unit)
             inputs = inside_graph((args, kwargs) if kwargs else args)
             if inputs:  # else nothing will tell that its backward is over, for most units: the end of the pass does
                 self._watch(unit, inputs)
@@ -216,12 +178,12 @@ class Hooks:
             waiting.discard(param)
             if not waiting:
                 del self.unmade[unit]
-                self._say_done(unit)
+                self.loans.say_done(unit)
 
     def _watch(self, unit: str, inputs: Collection[Tensor]) -> None:
         """A unit's backward is over when these have their gradients."""
         call = _Call(unit, len(inputs))
-        self.calls[unit] += 1
+        self.loans.calls[unit] += 1
         for tensor in inputs:
             self._edge(tensor).consumers.append(call)
 
@@ -238,7 +200,7 @@ class Hooks:
                     return  # its backward cannot be foreseen: the weights stay until the pass is over
                 for tensor in outputs:
                     self._edge(tensor).producers.append(unit)
-            self._say(Moment.EXIT, unit)
+            self.loans.say(Moment.EXIT, unit)
 
         return leave
 
@@ -279,10 +241,10 @@ class Hooks:
             for call in () if torch.is_grad_enabled() else edge.consumers:
                 call.waiting -= 1
                 if call.waiting == 0:
-                    self.calls[call.unit] -= 1
-                    self._say_done(call.unit)
+                    self.loans.calls[call.unit] -= 1
+                    self.loans.say_done(call.unit)
             for unit in edge.producers:
-                self._say_grad(unit)
+                self.loans.say_grad(unit)
 
         return fire
 

@@ -64,7 +64,7 @@ class Lending:
                 else:
                     unit.forget_loan()
             for unit in held:  # a pass that is still open counts on them
-                unit.fetch()
+                unit.make_whole()
 
     def _wanted(self, params: Iterable[nn.Parameter] | None) -> list[Unit]:
         """In the order of the units, which is the same on every rank."""

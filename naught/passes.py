@@ -70,7 +70,7 @@ class Passes:
             self.hooks.add_doors("", _doors(modules, schedule.units))
         for name, param in loans_of(module):
             if param in self.homes:
-                self.hooks.expect_loan(_unit_around(name, schedule.units), self.homes[param])
+                self.hooks.loans.expect(_unit_around(name, schedule.units), self.homes[param])
 
     # --- what the hooks say ---
 
@@ -241,7 +241,7 @@ class Passes:
         self.close()
         try:
             for unit in self.schedule.units.values():
-                unit.fetch()
+                unit.make_whole()
                 for segment in unit.segments:
                     segment.close()
         finally:  # also where an update has failed, and its weights cannot be had

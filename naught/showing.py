@@ -75,12 +75,13 @@ def verdict(advice: Advice) -> str:
         holds = f"the largest model that some placement holds here is {show_count(most)}" if most else "no model fits here"
         return f"nothing fits: {holds}; use more ranks, or more memory of a GPU, a host or a disk"
     needs = _needs(best)
-    return f"recommended: {best.name}" + (f" ({needs})" if needs else "") + f", {span(best)} a step"
+    return f"recommended: {best.name}" + (f" ({needs})" if needs else "") + f", {span(best)}"
 
 
 def span(row: Forecast) -> str:
-    """The bounds of a step's time."""
-    return f"{show_seconds(row.times.overlapped)} to {show_seconds(row.times.serial)}"
+    """What a step likely takes, and the bounds of that."""
+    low, likely, high = map(show_seconds, (row.times.overlapped, row.times.likely, row.times.serial))
+    return f"likely {likely} a step ({low} to {high})"
 
 
 _AWAY = {Tier.HOST: "in host memory", Tier.DISK: "on disk"}
@@ -128,8 +129,8 @@ def forecast_data(row: Forecast) -> dict[str, Any]:
             "link": row.times.link,
             "update": row.times.update,
             "disk": row.times.disk,
-            "carried": row.times.carried,
-            "hidden": row.times.hidden,
+            "link_in_turn": row.times.link_in_turn,
+            "behind_update": row.times.behind_update,
             "no_overlap": row.times.serial,
             "likely": row.times.likely,
             "full_overlap": row.times.overlapped,

@@ -16,26 +16,25 @@ __all__ = ["Times", "Traffic", "times_of", "traffic_of"]
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that each resource is busy in one step."""
+    """Seconds that each resource is busy in one step, and what the likely schedule makes of the link's."""
 
     compute: float
     network: float
     link: float
     update: float
     disk: float
-    carried: float  # the link, where what comes up for the first forward does so before anything goes down
-    hidden: float  # of that, what an update on the host runs beside
+    link_in_turn: float  # the link, if all that the first forward needs comes up before anything goes down
+    behind_update: float  # of that, what comes up while the host updates
 
     @property
     def likely(self) -> float:
-        """A step in which an update on the host overlaps what comes up, and nothing else does: what placements are compared
-        by."""
-        return self.serial - self.hidden
+        """As `serial`, but that weights for the first forward come up while the host updates: what placements are compared by."""
+        return self.serial - self.behind_update
 
     @property
     def serial(self) -> float:
-        """A step in which nothing overlaps, but what goes both ways at once: the papers' bound from above."""
-        return self.compute + self.network + self.carried + self.update + self.disk
+        """One resource after the other, though the link carries both ways at once: the papers' bound from above."""
+        return self.compute + self.network + self.link_in_turn + self.update + self.disk
 
     @property
     def overlapped(self) -> float:
@@ -129,6 +128,6 @@ def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int |
         link=max(traffic.up, traffic.down) / machine.link_bytes_s,  # which carries both ways at once
         update=on_device / machine.device_update_numel_s + updating,
         disk=traffic.disk / machine.rank_disk_bytes_s,
-        carried=early + max(traffic.up - traffic.early, traffic.down) / machine.link_bytes_s,
-        hidden=min(early, updating),
+        link_in_turn=early + max(traffic.up - traffic.early, traffic.down) / machine.link_bytes_s,
+        behind_update=min(early, updating),
     )

@@ -70,9 +70,9 @@ class Unit:
             for segment in self.absentees:
                 segment.start_gather(self.name).wait()
         else:
-            self.fetch()
+            self.make_whole()
 
-    def fetch(self) -> None:
+    def make_whole(self) -> None:
         """Make the weights whole, and wait until they are."""
         self.gather()
         self.ready()
@@ -126,7 +126,7 @@ class Unit:
 
     def lend(self) -> None:
         """Give the parameters copies that stay valid; split weights are absent until they are gathered again."""
-        self.fetch()
+        self.make_whole()
         for segment in self.segments:
             segment.lend()
         self.present = not self.placement.param.split or not self.absentees

@@ -48,6 +48,15 @@ def test_links_and_the_file_tree_of_the_readme_point_to_what_exists():
         assert (ROOT / parent / name).exists(), f"the README names {parent}{name}"
 
 
+@pytest.mark.parametrize(
+    "folder", ["naught", "naught/trainer", "naught/saves", "naught/checkpoints", "naught/config", "benchmarks"]
+)
+def test_the_readmes_tree_names_every_file(folder):
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1]
+    files = {path.stem for path in (ROOT / folder).glob("*.py") if not path.stem.startswith("__")}
+    assert not files - set(re.findall(r"\w+", tree))
+
+
 def test_the_contributing_page_is_short():
     assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) < 60
 

@@ -398,7 +398,7 @@ def shares(stage: int, registered: bool) -> tuple[list[float], bool]:
     if registered:
         deepspeed.zero.register_external_parameter(model.borrower, model.table.weight)
     engine = engine_of(model, config_of(stage))
-    known = any("table" in lent for lent in engine.passes.hooks.borrowed.values())
+    known = any("table" in lent for lent in engine.passes.hooks.loans.borrowed.values())
     return take_steps(engine, 3), known
 
 
@@ -415,7 +415,7 @@ def test_a_registered_parameter_may_be_on_the_meta_device():
         model = Sharing()
     deepspeed.zero.register_external_parameter(model.borrower, model.table.weight)
     engine = engine_of_meta(model)
-    assert any("table" in lent for lent in engine.passes.hooks.borrowed.values())
+    assert any("table" in lent for lent in engine.passes.hooks.loans.borrowed.values())
     take_steps(engine, 2)
     with pytest.raises(UsageError, match="belongs to an engine already"):
         deepspeed.zero.register_external_parameter(model.borrower, model.table.weight)

@@ -146,6 +146,7 @@ LAYERS = [
         "program",
         "schedule",
         "in_graph",
+        "loans",
         "hooks",
         "scout",
         "agreement",
@@ -284,6 +285,7 @@ TORCH_ALLOWED = {
     *(
         "schedule",
         "in_graph",
+        "loans",
         "hooks",
         "scout",
         "agreement",

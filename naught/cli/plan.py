@@ -254,7 +254,7 @@ def _print(question: _Question, advice: Advice) -> None:
     if question.asked is not None:
         print_table("as the configuration says", showing.MEMORY_HEADER, showing.memory_rows([question.asked]))
         fits = "fits" if question.asked.fits else "does not fit"
-        print(f"the configuration {fits}, {showing.span(question.asked)} a step\n")
+        print(f"the configuration {fits}, {showing.span(question.asked)}\n")
     print(showing.verdict(advice))
 
 

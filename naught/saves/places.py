@@ -70,5 +70,5 @@ def weights_written(engine: Answers) -> None:
                 segment.written()
         unit.outdate(hide=False)
         if not unit.placement.param.split:
-            unit.fetch()
+            unit.make_whole()
     engine.passes.drop_gradients()
