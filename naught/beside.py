@@ -7,11 +7,11 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from naught.ferry import Arrival, Delivered, Ferry
+from naught.ferry import Arrival, Ferry
 from naught.host_crew import Crew
 from naught.rounding import Rounds
 
-__all__ = ["Beside"]
+__all__ = ["Beside", "Delivered"]
 
 
 class Beside:
@@ -57,3 +57,16 @@ class Beside:
         if self.coming is not None:
             self.coming.wait()
             self.coming = None
+
+
+class Delivered:
+    """Weights that an update itself brings to where they rest, a tile at a time."""
+
+    def __init__(self, updated: Future[None]) -> None:
+        self.updated = updated
+
+    def wait_here(self) -> None:
+        self.updated.result()
+
+    def wait(self) -> None:
+        self.updated.result()

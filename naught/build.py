@@ -12,7 +12,7 @@ from torch import nn
 
 from naught.born import raise_whole
 from naught.comm import Group
-from naught.config import Config, Effect, check, keys, placement_of, to_document
+from naught.config import Config, Effect, check, disk_folder, keys, placement_of, to_document
 from naught.describe import describe
 from naught.devices import Pool
 from naught.errors import ModelError, UsageError
@@ -33,7 +33,7 @@ from naught.rooms import MOST_BERTHS
 from naught.segment import Segment
 from naught.shapes import Run
 from naught.sizes import PlacedRun
-from naught.tiers import disk_folder, disk_side, host_side
+from naught.tiers import disk_side, host_side
 from naught.unit import Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.update import UpdateLimits

@@ -19,7 +19,7 @@ from naught.rounding import Rounds
 from naught.staging import Staging
 from naught.streams import Lane, Point, here
 
-__all__ = ["Arrival", "Delivered", "Ferry", "Sent"]
+__all__ = ["Arrival", "Ferry", "Sent"]
 
 
 class Sent(NamedTuple):
@@ -155,16 +155,3 @@ class Arrival:
     def wait(self) -> None:
         """From here on the device finds them."""
         self.set_out.result().hold(self.ferry.device)
-
-
-class Delivered:
-    """Weights that an update itself brings to where they rest, a tile at a time."""
-
-    def __init__(self, updated: Future[None]) -> None:
-        self.updated = updated
-
-    def wait_here(self) -> None:
-        self.updated.result()
-
-    def wait(self) -> None:
-        self.updated.result()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from naught.beside import Beside
-from naught.comm import Pending, Waits
+from naught.beside import Beside, Delivered
+from naught.bringing import source_of
+from naught.comm import Pending
 from naught.delivery import Delivery
-from naught.disk_side import Reading
 from naught.disk_sum import DiskSum
-from naught.ferry import Arrival, Delivered
 from naught.folded import Folded
 from naught.gradients import DeviceSum, Gradients, Sum
 from naught.home import Home, Types
@@ -34,18 +31,6 @@ from naught.weights import Weights
 __all__ = ["WEIGHTS", "Segment"]
 
 WEIGHTS = "weights"  # a name beside those of what a rule remembers
-
-
-class _Near(NamedTuple):
-    """A shard on the device, which is copied into the flat once new weights have come to it."""
-
-    arrive: Callable[[], None]
-    into: Tensor
-    shard: Tensor
-
-    def wait(self) -> None:
-        self.arrive()
-        self.into.copy_(self.shard)
 
 
 class Segment:
@@ -95,7 +80,7 @@ class Segment:
             else:
                 owner = HostSum(owned.numel, types.grads, home.host.ferry, home.host.shelf, home.host.rooms)
         self.grads = Gradients(params, layout, types.grads, home, owner)
-        self.reading: Reading | None = None  # its slice, on its way from disk
+        self.source = source_of(self.weights, self.kept, self.beside, home)
 
     @property
     def remote(self) -> bool:
@@ -189,54 +174,9 @@ class Segment:
             part = self.kept.part(cut, wide, total, whole=False)
             yield part._replace(after=(*part.after, partial(fold, wide, weights[span], rests[span])))
 
-    def read(self) -> None:
-        """Have this rank's slice read from disk, if that is where it rests: ahead of its gather."""
-        if self.weights.stored is not None and self.reading is None:
-            assert self.home.disk is not None
-            self.reading = self.home.disk.read(self.weights.stored, None if self.beside is None else self.beside.updating)
-
     def start_gather(self, unit: str) -> Pending:
         weights = self.weights
-        return self.home.group.gather(weights.flat.tensor, weights.flat.slices, unit, self._bring_own())
-
-    def _bring_own(self) -> Waits | None:
-        """Have this rank's slice put into the flat; None: it is there."""
-        weights, host = self.weights, self.home.host
-        if weights.stays:
-            return None if self.beside is None else self.beside.coming
-        mine = weights.open()
-        if weights.stored is not None:
-            return self._bring_from_disk(mine)
-        if weights.shard is None:
-            assert self.beside is not None
-            assert self.kept.masters is not None
-            return self.beside.bring(self.kept.masters, mine)
-        if weights.shard.device != mine.device or self.home.placement.param.tier is not Tier.DEVICE:
-            assert host is not None
-            updating = None if self.beside is None else self.beside.updating
-            return Arrival(host.ferry, weights.shard, mine, updating, weights.rounds)
-        return _Near(self._arrive, mine, weights.shard)
-
-    def drop_reading(self) -> None:
-        """Nobody has gathered what was read ahead: it may be old when somebody does."""
-        if self.reading is not None:
-            assert self.home.disk is not None
-            assert self.reading.over is not None
-            wait([self.reading.over])
-            self.home.disk.idle.append(self.reading)
-            self.reading = None
-
-    def _bring_from_disk(self, mine: Tensor) -> Arrival:
-        self.read()
-        reading, self.reading = self.reading, None
-        assert reading is not None
-        assert self.home.disk is not None
-        assert self.home.host is not None
-        source = reading.room.of(mine.numel(), mine.dtype)
-        arrival = Arrival(self.home.host.ferry, source, mine, reading.over, self.weights.rounds)
-        reading.left = arrival.set_out
-        self.home.disk.idle.append(reading)
-        return arrival
+        return self.home.group.gather(weights.flat.tensor, weights.flat.slices, unit, self.source.bring())
 
     def update_on_disk(self, pieces: int, do: Callable[[int], None]) -> None:
         """Have it updated tile by tile; each puts new weights where they rest."""

@@ -28,6 +28,7 @@ from naught.dividing import divide, replace_in_groups
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
 from naught.freed_pages import keep_freed_pages
+from naught.limits import job_of, limits_here
 from naught.local_parts import has_dtensors, localize, put_back, refuse_parts
 from naught.membership import Membership
 from naught.observing import Observer
@@ -41,7 +42,7 @@ from naught.schedule import Schedule
 from naught.seats import find_seat
 from naught.spill import Stored
 from naught.stepping import Scheduler, Stepping
-from naught.tiers import activation_rest, job_of, limits_here
+from naught.tiers import activation_rest
 from naught.watch import Watch
 
 __all__ = ["Started", "initialize"]

@@ -52,11 +52,11 @@ class Unit:
         """Start to read what rests on disk, ahead of its gather."""
         if not self.present and not self.pending:
             for segment in self.absentees:
-                segment.read()
+                segment.source.read()
 
     def drop_reading(self) -> None:
         for segment in self.absentees:
-            segment.drop_reading()
+            segment.source.drop()
 
     def gather(self) -> None:
         """Start to make the weights whole, if they are not."""

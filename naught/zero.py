@@ -15,7 +15,7 @@ from naught import comm
 from naught.accelerator import get_accelerator
 from naught.born import Keeping, Nursery, lend, split, take_back
 from naught.comm import Ledger, lineup_of, make_group
-from naught.config import Config, load, placement_of
+from naught.config import Config, disk_folder, load, placement_of
 from naught.dividing import refuse_divided, tile_linears
 from naught.engine import Engine, engines
 from naught.errors import UsageError
@@ -33,7 +33,7 @@ from naught.needs import (
 from naught.placement import Tier
 from naught.seats import find_seat
 from naught.spill import Stored
-from naught.tiers import disk_folder, disk_side
+from naught.tiers import disk_side
 from naught.tiled import TiledEmbedding, TiledLinear, chunked_cross_entropy
 from naught.vertical import Vertical
 

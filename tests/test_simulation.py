@@ -21,6 +21,7 @@ from naught.errors import ModelError, PlacementError, UsageError
 from naught.formulas import recipe
 from naught.job import ActivationBytes, Job, transformer_activations
 from naught.lanes import Lanes
+from naught.limits import limits_here, limits_of_bytes
 from naught.live_bytes import LiveBytes, activations_of
 from naught.machine import Gpu, Machine, detect
 from naught.pacing import Course, Work, pace
@@ -31,7 +32,6 @@ from naught.shapes import Transformer
 from naught.simulation import simulate
 from naught.sizes import PlacedRun
 from naught.steps import Step, UnitBytes, Verb, order_of_updates
-from naught.tiers import limits_here, limits_of_bytes
 from naught.traffic import traffic_of
 from naught.trainer.gpt import Gpt
 from naught.trainer.simulating import Batch, simulate_gpt

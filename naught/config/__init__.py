@@ -2,7 +2,7 @@
 
 from naught.config.batch import Batch, derive_batch
 from naught.config.check import Note, Report, check, fill, load, to_document
-from naught.config.placing import placement_of
+from naught.config.placing import disk_folder, disk_threads, named_folder, placement_of
 from naught.config.read import Source
 from naught.config.schema import Config
 from naught.config.types import Effect
@@ -16,8 +16,11 @@ __all__ = [
     "Source",
     "check",
     "derive_batch",
+    "disk_folder",
+    "disk_threads",
     "fill",
     "load",
+    "named_folder",
     "placement_of",
     "to_document",
 ]

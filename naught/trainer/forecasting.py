@@ -19,6 +19,7 @@ from naught.estimate import forecast
 from naught.formulas import Recipe as Bytes
 from naught.formulas import recipe as byte_recipe
 from naught.job import ActivationBytes, Checkpointing, Job
+from naught.limits import limits_of_bytes
 from naught.machine import Machine
 from naught.modules import model_of
 from naught.placement import PLACEMENTS, Tier
@@ -26,7 +27,6 @@ from naught.pooling import Arrangement, place_in_pool
 from naught.precision import precision_of
 from naught.shapes import Run
 from naught.sizes import PlacedRun
-from naught.tiers import limits_of_bytes
 from naught.trace import trace_activations
 
 __all__ = ["Expected", "dtype_of", "expect"]
