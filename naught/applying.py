@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -17,6 +18,9 @@ from naught.unit import Unit
 __all__ = ["apply"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
+_HALF_UPDATED = (
+    "naught: this happened in the middle of an update. Some weights are new and some are old: load a checkpoint before you go on"
+)
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
 
 
@@ -32,6 +36,8 @@ def apply(
     """Update what this rank owns. On the host that goes on beside everything else, a unit at a time. On the device a batch of
     units is in each call of the rule, and new weights, of so many bytes at a time, travel beside the next batch."""
     due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
+    for segment in due:  # before anything changes: there may be no memory for it
+        segment.prepare(how)
     caught_up = [unit for unit in units if unit.catch_up()]  # also what is not used in this step
     units = [unit for unit in units if any(segment in due for segment in unit.trained)]
     courier = _Courier(flight_bytes)
@@ -46,13 +52,24 @@ def apply(
     for changed in _batches([unit for unit in units if not unit.remote]):
         segments = [segment for unit in changed for segment in unit.trained if segment in due]
         parts = (part for segment in segments for part in segment.due(on_device, due[segment]))
-        for bundle in _bundles(parts):
-            how.take(bundle, coefficient)
-        for segment in segments:
-            segment.written()
+        with _telling():
+            for bundle in _bundles(parts):
+                how.take(bundle, coefficient)
+            for segment in segments:
+                segment.written()
         _tell_autograd(changed)
         courier.send(changed)
     courier.arrive()
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What an exception has left behind."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_HALF_UPDATED)
+        raise
 
 
 def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:

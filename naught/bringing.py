@@ -77,7 +77,7 @@ class _OnDisk(Source):
         mine = self.weights.open()
         reading, self.reading = self.reading or self._read(), None
         source = reading.room.of(mine.numel(), mine.dtype)
-        arrival = Arrival(self.ferry, source, mine, reading.over, self.weights.rounds)
+        arrival = Arrival(self.ferry, source, mine, reading.over, self.weights.rounds, stays=False)
         reading.left = arrival.set_out
         self.disk.idle.append(reading)
         return arrival

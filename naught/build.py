@@ -15,7 +15,7 @@ from naught.comm import Group
 from naught.config import Config, Effect, check, disk_folder, keys, placement_of, to_document
 from naught.describe import describe
 from naught.devices import Pool
-from naught.errors import ModelError, UsageError
+from naught.errors import UsageError
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.hints import leaf_names, renew_loans
@@ -36,6 +36,7 @@ from naught.sizes import PlacedRun
 from naught.tiers import disk_side, host_side
 from naught.unit import Unit
 from naught.units import UnitRules, UnitSpec, find_units, segments
+from naught.untrainable import refuse_model
 from naught.update import UpdateLimits
 
 __all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_what_is_not_there_yet"]
@@ -161,7 +162,7 @@ def build_units(
     model: nn.Module, config: Config, precision: Precision, membership: Membership, around: Surroundings
 ) -> dict[str, Unit]:
     """Move the model's parameters into the flats of its units. The root is always one, if only to borrow others."""
-    _refuse_model(model)
+    refuse_model(model)
     params = dict(model.named_parameters())
     wide = set(kept_in_fp32(model, config))
     dtypes = {name: param.dtype if param in wide else precision.weights_of(param) for name, param in params.items()}
@@ -218,22 +219,6 @@ def _settle_buffers(model: nn.Module, device: torch.device, config: Config) -> N
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
-
-
-def _refuse_model(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.requires_grad and param.dtype not in DTYPES.values():
-            raise UsageError(f'"{name}" is {param.dtype}, which is not trained', fix="call model.float() first")
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            continue
-        if module.sparse:
-            raise ModelError(f'"{name}" has sparse gradients, which do not go into a flat', fix="set sparse=False")
-        if module.max_norm is not None:
-            raise ModelError(
-                f'"{name}" rewrites its weights in its forward (max_norm), on each rank by its own batch: ranks would part',
-                fix="set max_norm=None and scale the weights inside engine.gathered()",
-            )
 
 
 def _arrange(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limits | None, *, wide: bool) -> Arrangement:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -231,16 +231,20 @@ class Engine(Between):
             self.reload_states()
             self.destroyed = True
             engines.drop(self.passes.homes)
-            self.passes.remove()
-            wholes = put_back(self.module)
-            replace_in_groups([] if self.optimizer is None else self.optimizer.param_groups, wholes)
-            self.observer.close()
-            if self.saves is not None:
-                self.saves.rest.close()
-            if self.optimizer is not None:
-                self.optimizer.destroy()
-            self.background.wait()
-            self.watchdog.stop()
+            with ExitStack() as every:  # also where an update has failed, from the last one on
+                every.callback(self.watchdog.stop)
+                every.callback(self.background.wait)
+                if self.optimizer is not None:
+                    every.callback(self.optimizer.destroy)
+                if self.saves is not None:
+                    every.callback(self.saves.rest.close)
+                every.callback(self.observer.close)
+                every.callback(self._hand_back)
+                every.callback(self.passes.remove)
+
+    def _hand_back(self) -> None:
+        wholes = put_back(self.module)
+        replace_in_groups([] if self.optimizer is None else self.optimizer.param_groups, wholes)
 
     @contextmanager
     def _all_or_nothing(self, phase: str) -> Iterator[None]:
@@ -258,9 +262,11 @@ class Engine(Between):
             except Exception as another:  # where there is no memory left even for this
                 error.add_note(f"naught: out of memory, and no more can be said of it: {another}")
             finally:
-                self.passes.abort()
-                self.accumulation.start_over()
-                self.observer.forget()
+                try:
+                    self.passes.abort()
+                finally:
+                    self.accumulation.start_over()
+                    self.observer.forget()
             raise
 
     def _shortage(self) -> str:

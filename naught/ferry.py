@@ -4,6 +4,8 @@ cast is cast by the device, which has time for it; the host's processor has not.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -39,6 +41,8 @@ class Ferry:
         self.apart = apart  # else all memory is one, and nothing is staged
         self.staging = staging
         self.lock = threading.Lock()  # around the landings
+        self.coming: deque[tuple[Point, object]] = deque()  # what nobody else may have any more before it is there
+        weakref.finalize(self, _let_arrive, self.down, self.up, self.rounding).atexit = False  # the driver may be gone by then
         self.meter = meter
         meter.change(Buffer.STAGING, self.staging.nbytes)
 
@@ -84,6 +88,13 @@ class Ferry:
             place.copy_(staged, non_blocking=True)
         berth.free = self.down.point()
 
+    def keep(self, arrival: object, point: Point) -> None:
+        """Until it is there. Whoever has asked for it may be gone, and its memory must not be another's yet."""
+        while self.coming and self.coming[0][0].reached:
+            self.coming.popleft()
+        if not point.reached:
+            self.coming.append((point, arrival))
+
     def bring(self, source: Tensor, into: Tensor, after: Point, rounds: Rounds) -> Point:
         """Copy what rests on the host to the device, after a point of the device's order; any thread may ask."""
         self.meter.move("to the device", source.nbytes)
@@ -121,15 +132,25 @@ class Ferry:
             landing.free = self.rounding.point()
 
 
+def _let_arrive(*lanes: Lane) -> None:
+    """A ferry that nobody has any more goes first, and all that travels is there before the memory goes that it comes to."""
+    for lane in lanes:
+        lane.point().wait()
+
+
 def _stretches(tensor: Tensor, numel: int) -> Sequence[Tensor]:
     return torch.split(tensor, numel) if tensor.numel() else ()
 
 
 class Arrival:
-    """Weights that come up from the host, as soon as nobody updates them there any more."""
+    """Weights that come up from the host, as soon as nobody updates them there any more. If they cannot be brought, for want of
+    memory, they are brought again where they are waited for, if their source stays what it is."""
 
-    def __init__(self, ferry: Ferry, source: Tensor, into: Tensor, updated: Future[None] | None, rounds: Rounds) -> None:
+    def __init__(
+        self, ferry: Ferry, source: Tensor, into: Tensor, updated: Future[None] | None, rounds: Rounds, *, stays: bool = True
+    ) -> None:
         self.ferry, self.source, self.into, self.rounds = ferry, source, into, rounds
+        self.updated, self.stays = updated, stays
         self.began = here(ferry.device)
         self.set_out: Future[Point] = Future()
         if updated is None:
@@ -141,7 +162,9 @@ class Arrival:
         """In whichever thread has updated them."""
         try:
             updated.result()
-            self.set_out.set_result(self._bring())
+            point = self._bring()
+            self.ferry.keep(self, point)
+            self.set_out.set_result(point)
         except BaseException as error:  # whoever waits is told
             self.set_out.set_exception(error)
 
@@ -149,9 +172,15 @@ class Arrival:
         return self.ferry.bring(self.source, self.into, self.began, self.rounds)
 
     def wait_here(self) -> None:
-        """Keep the host until they are there: from then on they may change where they came from."""
-        self.set_out.result().wait()
+        """Keep the host until they are there, or are not coming: from then on they may change where they came from."""
+        if self.set_out.exception() is None:
+            self.set_out.result().wait()
 
     def wait(self) -> None:
         """From here on the device finds them."""
-        self.set_out.result().hold(self.ferry.device)
+        point = self._bring() if self._is_to_come_again() else self.set_out.result()
+        point.hold(self.ferry.device)
+
+    def _is_to_come_again(self) -> bool:
+        updated = self.updated is None or self.updated.exception() is None
+        return self.stays and updated and self.set_out.exception() is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -27,18 +27,30 @@ class Meter:
     allocated: Callable[[], int | None] = lambda: None
     most: int = 0
     moved: Counter[str] = field(default_factory=Counter)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    told: deque[tuple[str, int]] = field(default_factory=deque)  # changes that are not counted yet
+    counting: threading.Lock = field(default_factory=threading.Lock)
+    moving: threading.Lock = field(default_factory=threading.Lock)
 
     def change(self, category: str, nbytes: int) -> None:
-        with self.lock:
-            live = self.live[category] = self.live[category] + nbytes
-            if live > self.peak[category]:
-                self.peak[category] = live
+        self.told.append((category, nbytes))
+        # Else whoever has the lock counts it, maybe this very thread: a collector lets go in the middle of anything.
+        while self.told and self.counting.acquire(blocking=False):
+            try:
+                self._count()
+            finally:
+                self.counting.release()
         if nbytes > 0:
             self.look()
 
+    def _count(self) -> None:
+        while self.told:
+            category, nbytes = self.told.popleft()
+            live = self.live[category] = self.live[category] + nbytes
+            if live > self.peak[category]:
+                self.peak[category] = live
+
     def move(self, where: str, nbytes: int) -> None:
-        with self.lock:
+        with self.moving:
             self.moved[where] += nbytes
 
     def look(self) -> int | None:

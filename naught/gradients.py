@@ -222,6 +222,14 @@ class Gradients:
         if self.placement.sums_leave:
             self._set_aside()
 
+    def give_up(self) -> None:
+        """Wait for what is under way; nobody wants it any more."""
+        if self.under_way is not None:
+            self.under_way.fails()
+            self.under_way = None
+            self.flat.meter.change(Buffer.SCRATCH, -self.scratch_bytes)
+        self.content = Content.NOTHING
+
     def _set_aside(self) -> None:
         self.owned.add(self.kept)
         self.content = Content.NOTHING

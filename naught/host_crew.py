@@ -16,10 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from naught.streams import stand_on
+
 __all__ = ["Crew", "HostCrew", "cores_of"]
 
 _LOG = logging.getLogger("naught")
 _NICE = 10  # how far a thread steps back before others on its core
+_HOST = torch.device("cpu")
 _SPARE = 8  # of so many cores one is left to the threads that ask the device
 
 
@@ -117,11 +120,11 @@ class _Queue:
 
 
 class HostCrew:
-    """Does jobs one after the other. Each thread has a core, or, for None, is on any of them. Without any it is one thread: where
-    training itself needs the cores."""
+    """Does jobs one after the other, beside a device. Each thread has a core, or, for None, is on any of them. Without any it is
+    one thread: where training itself needs the cores."""
 
-    def __init__(self, cores: Sequence[int | None] | None) -> None:
-        self.cores, self.queue = cores, _Queue()
+    def __init__(self, cores: Sequence[int | None] | None, device: torch.device = _HOST) -> None:
+        self.cores, self.device, self.queue = cores, device, _Queue()
         self.own = threading.local()
         self.threads: list[threading.Thread] = []
         weakref.finalize(self, self.queue.stop)
@@ -158,7 +161,7 @@ class HostCrew:
         ready = threading.Barrier(1 + len(wanted))
         try:
             for core in wanted:
-                args = (self.queue, core, ready, len(wanted) == 1 and core is None)
+                args = (self.queue, core, self.device, ready, len(wanted) == 1 and core is None)
                 thread = threading.Thread(target=_serve, args=args, name="naught-update", daemon=True)
                 thread.start()
                 self.threads.append(thread)
@@ -171,9 +174,10 @@ class HostCrew:
             torch.set_num_threads(before)  # a thread's own number stays; but some libraries have one for all
 
 
-def _serve(queue: _Queue, core: int | None, ready: threading.Barrier, alone: bool) -> None:
+def _serve(queue: _Queue, core: int | None, device: torch.device, ready: threading.Barrier, alone: bool) -> None:
     if core is not None:
         _keep_to(core)
+    stand_on(device)
     if not alone:  # else it has as many threads as training
         torch.get_num_threads()  # a thread that has not asked yet takes up the process's number in its first loop
         torch.set_num_threads(1)

@@ -22,7 +22,7 @@ __all__ = ["update_beside"]
 _PIECE_NUMEL = 1 << 22  # that a thread updates at a time: with less, threads wait for each other's Python
 _ROOM_NUMEL = 1 << 20  # the same of what is widened, scaled or unpacked first, which the rule finds nearer than in memory then
 _HALF_UPDATED = (
-    "naught: this happened in an update on the host that an earlier step() had asked for. Some weights are new and some are old: "
+    "naught: this happened in an update on the host, maybe one of an earlier step(). Some weights are new and some are old: "
     "make a new engine, and load a checkpoint"
 )
 
@@ -38,8 +38,6 @@ def update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffic
     assert states.masters is not None
     assert host is not None
     assert segment.beside is not None
-    if states.lacks(how):  # what an update reads is not added to while it does
-        segment.beside.wait()
     crew, masters, home, arrived = host.crew, states.masters, stash.home, stash.sent.arrived
     most_numel = _ROOM_NUMEL if states.rest.small else _PIECE_NUMEL
     cuts = states.cuts(how._replace(most_numel=min(how.most_numel, most_numel)), used)
@@ -67,8 +65,6 @@ def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coeff
     stash, beside = segment.grads.owned, segment.beside
     assert isinstance(stash, HostSum | DiskSum)
     assert beside is not None
-    if segment.kept.lacks(how):
-        beside.wait()
     cuts = segment.kept.cuts(how, used)
     update_tile = TileUpdate(segment, stash.due(), partial(how.take, coefficient=coefficient))
     pieces = update_tile.pieces(cuts, apart=how.rule.apart)

@@ -135,8 +135,6 @@ class Passes:
         self.schedule.happened(moment, unit)
 
     def made(self, param: nn.Parameter) -> None:
-        if self.schedule.current is None:
-            self._open(training=True)
         grads, index = self.large[param]
         grads.take(index)
 
@@ -176,10 +174,16 @@ class Passes:
 
     def complete(self) -> None:
         """Have every gradient of this step summed over the ranks, also those that came outside of a pass or unsynced."""
+        was_closed = self.schedule.current is None
         self.close()
-        if not self.summed:
+        if not self.summed or (was_closed and self._has_late_gradients()):
             self.schedule.open(training=True, which=Pass(last=True), careful=True)
             self.close()
+
+    def _has_late_gradients(self) -> bool:
+        """Whether a backward on any rank has made gradients since all were summed."""
+        late = any(unit.owes(last=True) for unit in self.schedule.units.values())
+        return bool(self.schedule.group.exchange(torch.tensor([int(late)])).any())
 
     def drop_gradients(self) -> None:
         """Begin a step anew: whatever has been collected so far is let go."""
@@ -208,11 +212,12 @@ class Passes:
 
     def abort(self) -> None:
         """Forget the pass that an exception has ended, and with it its step: part of a sum is no gradient."""
-        self.recording.close()
-        self.schedule.abort()
-        self.hooks.forget()
-        self.drop_gradients()
-        self.watch.rest()
+        with ExitStack() as every:  # whatever befalls one of them, from the last one on
+            every.callback(self.watch.rest)
+            every.callback(self.drop_gradients)
+            every.callback(self.hooks.forget)
+            every.callback(self.schedule.abort)
+            every.callback(self.recording.close)
 
     def catch_up(self) -> None:
         """Have all weights follow their last update: not in the middle of a step, which is taken with those that are there."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -82,12 +83,13 @@ class Schedule:
         self.current = None
 
     def abort(self) -> None:
-        """Forget a pass that an exception has ended: wait for what is under way, and release."""
+        """Forget a pass that an exception has ended: wait for what is under way, and release. Nothing is done with it that would
+        need memory, of which there may be none."""
         self.current = None
-        for unit in self.units.values():
-            unit.settle()
-            unit.give_up()
-            unit.drop_reading()
+        with ExitStack() as every:  # whatever befalls one of them
+            for unit in self.units.values():
+                every.callback(unit.drop_reading)
+                every.callback(unit.give_up)
 
     def forget_plans(self) -> None:
         """Record anew. All ranks must do so together."""
@@ -97,7 +99,7 @@ class Schedule:
         """Units whose backward nothing ended, and gradients that came after it did."""
         for name in reversed(self.order):
             unit = self.units[name]
-            if name in running.backward or unit.owes(running.which.last):
+            if name in running.backward or unit.owes(last=running.which.last):
                 self.happened(Moment.DONE, name)
 
     def _learn(self, running: _Pass) -> None:

@@ -138,6 +138,12 @@ class Segment:
             return masters
         return self.target if self.folded is None else self.folded.whole(self.target)
 
+    def prepare(self, how: Updating) -> None:
+        """Have all the moments that the rule wants."""
+        if self.kept.lacks(how):
+            self._wait()  # what an update reads is not added to while it does
+            self.kept.prepare(how)
+
     def due(self, how: Updating, used: Sequence[bool]) -> Iterator[Part]:
         """What an update works on, on this rank."""
         total = self.grads.sum()

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopies", "Lane", "Point", "Slab", "here", "host_of"]
+__all__ = ["HostCopies", "Lane", "Point", "Slab", "here", "host_of", "stand_on"]
 
 _LOG = logging.getLogger("naught")
 
@@ -29,6 +29,10 @@ class Point:
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(stream)
 
+    @property
+    def reached(self) -> bool:
+        return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
+
     def hold(self, device: torch.device) -> None:
         """What this thread asks of the device from here on comes later."""
         if self.event is not None:
@@ -43,6 +47,12 @@ class Point:
 def here(device: torch.device) -> Point:
     """Where this thread's order on a device is now."""
     return Point(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+
+def stand_on(device: torch.device) -> None:
+    """Have this thread ask a device for what it does not say otherwise: a new one stands on the first, and takes memory there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def host_of(device: torch.device) -> torch.device:

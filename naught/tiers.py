@@ -67,7 +67,7 @@ def _disk_side_in(folder: str, config: Config, device: torch.device, meter: Mete
     fixes[errno.ENOENT] = "mount the disk, or make the folder that it is to lie in"  # else states would fill some other disk
     with telling("make the folder", folder, fixes):
         Path(folder).mkdir(0o700, exist_ok=True)
-    return DiskSide(partial(UnnamedFile, folder), Desk(tile_numel, meter, device), HostCrew([None] * threads))
+    return DiskSide(partial(UnnamedFile, folder), Desk(tile_numel, meter, device), HostCrew([None] * threads, device))
 
 
 def host_side(
@@ -94,4 +94,4 @@ def hire_crew(device: torch.device, group: Group) -> Crew:
         return HostCrew(None)
     mine = f"{platform.node()} {sorted(os.sched_getaffinity(0))}"
     sharing = [rank for rank, cores in enumerate(group.exchange_texts(mine)) if cores == mine]
-    return HostCrew(cores_of(sharing.index(group.rank), len(sharing)))
+    return HostCrew(cores_of(sharing.index(group.rank), len(sharing)), device)

@@ -95,7 +95,9 @@ class Unit:
             self.present = not self.absentees
 
     def give_up(self) -> None:
-        """Wait for the gather that is under way, if one is, and release. Of one that fails whoever gathers next is told."""
+        """Wait for what is under way, let gradients go, and release. Of a gather that fails whoever gathers next is told."""
+        for segment in self.trained:
+            segment.grads.give_up()
         if any([pending.fails() for pending in self.pending]):  # all of them: a flat is not freed while something comes to it
             self.pending.clear()
             for segment in self.absentees:
@@ -165,7 +167,7 @@ class Unit:
         self.start_reduce()
         self.settle()
 
-    def owes(self, last: bool) -> bool:
+    def owes(self, *, last: bool) -> bool:
         """Whether this rank has gradients that must still be collected, or reduced where that is due."""
         due = self.placement.grad.split or last
         return any(segment.grads.is_made() or (due and segment.grads.unsent) for segment in self.trained)

@@ -23,22 +23,30 @@ class Pending:
 
     works: list[Any] = field(default_factory=list)
     then: Callable[[], None] | None = None
+    fault: BaseException | None = None  # of what came then, which is begun once only
 
     def wait(self) -> None:
+        if self.fault is not None:
+            raise self.fault
         for work in self.works:
             work.wait()
         self.works = []
         if self.then is not None:
             then, self.then = self.then, None
-            then()
+            try:
+                then()
+            except BaseException as fault:
+                self.fault = fault
+                raise
 
     def fails(self) -> bool:
         """Wait; whether it has failed, for who does not need it any more."""
         try:
-            self.wait()
+            if self.fault is None:
+                self.wait()
         except Exception:
             return True
-        return False
+        return self.fault is not None
 
 
 _NOTHING = Pending()

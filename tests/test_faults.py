@@ -1,0 +1,324 @@
+"""Faults in the middle of things: what a backward leaves late, memory that runs out at the worst place, an engine that is dropped
+while it is busy. Nothing is lost, nothing is half done without a word, and what can go on does."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from menagerie import DEVICE, MODELS, VOCAB, WIDTH
+from torch import Tensor, nn
+from training import config_of, digest_of_weights, start, take_steps
+
+from naught import host_update
+from naught.comm import rehearse
+from naught.comm.wires import Pending
+from naught.engine import Engine
+from naught.errors import ModelError
+from naught.ferry import Ferry
+from naught.flat import Meter
+from naught.gradients import DeviceSum
+from naught.shelves import DeviceShelf
+from naught.staging import Staging
+from naught.start import initialize
+from naught.streams import here
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HOST = {"device": "cpu"}
+IDS = torch.arange(8, device=DEVICE).view(2, 4) % VOCAB
+
+
+# --- gradients that come late ---
+
+
+def backwards(engine: Engine, between: str, *, late: bool = True) -> tuple[float, str]:
+    """Two losses of one forward, with something between their backwards."""
+    losses: list[Tensor] = []
+    engine.module.norm.register_forward_hook(lambda *args: losses.append(args[-1]))
+    engine.backward(engine(IDS), retain_graph=True)
+    if between == "eval":
+        with torch.no_grad():
+            engine(IDS.flip(1))
+    elif between == "norms":
+        engine.grad_norms()
+    if late:
+        engine.backward(losses[0].abs().mean())
+    engine.step()
+    return engine.get_global_grad_norm(), digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("between", ["eval", "norms"])
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"offload_optimizer": HOST}),
+        (2, {"offload_optimizer": HOST}),
+        (3, {"stage3_param_persistence_threshold": 10**6}),
+    ],
+)
+def test_small_gradients_that_come_after_a_pass_was_closed_count(stage, zero, between):
+    """All that is trained is small: nothing tells that they have come."""
+    wanted = backwards(start(stage, "lora", **zero), "nothing")
+    assert backwards(start(stage, "lora", **zero), between) == wanted
+    assert wanted != backwards(start(stage, "lora", **zero), "nothing", late=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_come_late_on_one_rank_alone_count_on_all(stage):
+    def work(rank: int) -> tuple[float, str]:
+        engine = start(stage, "lora")
+        return backwards(engine, "norms", late=rank == 1)
+
+    first, second = rehearse(work, ranks=2)
+    assert first == second
+    assert first != rehearse(partial(_without, stage), ranks=2)[0]
+
+
+def _without(stage: int, _: int) -> tuple[float, str]:
+    return backwards(start(stage, "lora"), "norms", late=False)
+
+
+# --- no memory ---
+
+
+class Exhausted:
+    """Memory that is there, or not."""
+
+    left = True
+
+    def __call__(self) -> None:
+        if not self.left:
+            raise torch.OutOfMemoryError("no memory is left")
+
+    def runs_out(self, *_: object) -> None:
+        self.left = False
+        self()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_backward_that_runs_out_of_memory_leaves_nothing_though_there_is_none_to_tidy_up_with(monkeypatch, stage):
+    memory, add = Exhausted(), DeviceSum.add
+    monkeypatch.setattr(DeviceSum, "add", lambda self, part: (memory(), add(self, part)))
+
+    def run(*, fails: bool) -> str:
+        engine = start(stage)
+        take_steps(engine, 3)  # the plan has a reduce under way while the next unit computes
+        if fails:
+            hook = engine.module.blocks[0].register_full_backward_pre_hook(memory.runs_out)
+            loss = engine(IDS)
+            with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+                engine.backward(loss)
+            hook.remove()
+            memory.left = True
+        take_steps(engine, 2, first=3)
+        return digest_of_weights(engine)
+
+    assert run(fails=True) == run(fails=False)
+
+
+def test_an_update_that_has_no_memory_for_its_moments_changes_nothing(monkeypatch):
+    taken, take = [], DeviceShelf.take
+
+    def fourth_fails(self, numel, dtype, category, *, travels=False):
+        taken.extend([category] * (category == "states"))
+        if len(taken) == 4:
+            taken.append("more than there is")
+            raise torch.OutOfMemoryError("no room for moments")
+        return take(self, numel, dtype, category, travels=travels)
+
+    wanted = start(2)
+    take_steps(wanted, 2)
+    monkeypatch.setattr(DeviceShelf, "take", fourth_fails)
+    engine = start(2)
+    before = digest_of_weights(engine)
+    with pytest.raises(torch.OutOfMemoryError, match="no room for moments"):
+        take_steps(engine, 1)
+    assert digest_of_weights(engine) == before
+    take_steps(engine, 2)
+    assert digest_of_weights(engine) == digest_of_weights(wanted)
+
+
+def test_an_update_that_fails_halfway_says_so(monkeypatch):
+    engine = start(2)
+    take_steps(engine, 1)
+    rule = engine.optimizer.rule
+    monkeypatch.setattr(type(rule), "update", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("in the rule")))
+    with pytest.raises(torch.OutOfMemoryError, match="in the rule") as caught:
+        take_steps(engine, 1, first=1)
+    assert any("load a checkpoint before you go on" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"), [(1, {}), (2, {}), (3, {}), (3, {"offload_param": HOST, "stage3_param_persistence_threshold": 0})]
+)
+def test_weights_that_could_not_come_up_once_come_again(monkeypatch, tmp_path, stage, zero):
+    """Their masters are what they should be: nothing is wrong but that there was no memory for a moment."""
+    options = {"more": {"bf16": {"enabled": True}}, "offload_optimizer": HOST, **zero}
+    wanted = start(stage, **options)
+    take_steps(wanted, 4)
+    engine, memory, bring = start(stage, **options), Exhausted(), Ferry.bring
+
+    def once(self, *args):
+        fails, memory.left = not memory.left, True
+        if fails:
+            raise torch.OutOfMemoryError("no room to round in")
+        return bring(self, *args)
+
+    monkeypatch.setattr(Ferry, "bring", once)
+    take_steps(engine, 2)
+    memory.left = False
+    try:
+        take_steps(engine, 1, first=2)
+    except torch.OutOfMemoryError:  # weights that are made for a gather alone: the step is done again
+        take_steps(engine, 1, first=2)
+    take_steps(engine, 1, first=3)
+    engine.save_checkpoint(tmp_path)
+    assert memory.left
+    assert digest_of_weights(engine) == digest_of_weights(wanted)
+
+
+# --- what is under way ---
+
+
+def test_what_has_failed_behind_a_collective_fails_whenever_somebody_waits():
+    begun = []
+
+    def then() -> None:
+        begun.append(True)
+        raise ValueError("lost")
+
+    under_way = Pending(then=then)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="lost"):
+            under_way.wait()
+    assert under_way.fails()
+    assert len(begun) == 1, "what sends to others must not be begun again"
+
+
+def test_weights_of_a_gather_that_failed_are_gathered_again():
+    class Lost:
+        def wait(self) -> None:
+            raise RuntimeError("the collective was lost")
+
+    def work(_: int) -> list[float]:
+        engine = start(1)
+        wire, losses = engine.schedule.group.wire, []
+        for step in range(3):
+            engine.backward(engine(IDS))
+            if step == 1:
+                gather, wire.gather = wire.gather, lambda *_: Pending(then=Lost().wait)
+                with pytest.raises(RuntimeError, match="was lost"):
+                    engine.step()
+                wire.gather = gather
+            else:
+                engine.step()
+            losses.append(engine(IDS).item())
+            engine.zero_grad()
+        return losses
+
+    first, second = rehearse(work, ranks=2)
+    assert first == second
+
+
+def test_bytes_that_a_collector_lets_go_in_the_middle_of_a_count_are_counted():
+    meter = Meter()
+
+    class Left:
+        def __init__(self) -> None:
+            self.itself = self
+            meter.change("left", 8)
+
+        def __del__(self) -> None:
+            meter.change("left", -8)
+
+    class Collecting(Counter):
+        def __missing__(self, key: str) -> int:
+            gc.collect()
+            return 0
+
+    Left()
+    meter.live = Collecting(meter.live)
+    meter.change("other", 1)
+    assert dict(meter.live) == {"left": 0, "other": 1}
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has one order only")
+def test_a_ferry_that_nobody_has_any_more_arrives_first():
+    ferry = Ferry(Staging(torch.device(DEVICE), 64, 4, 64), Meter(), apart=True)
+    work, into = torch.ones(2048, 2048, device=DEVICE), torch.zeros(64, dtype=torch.bfloat16, device=DEVICE)
+
+    def slowly(place: Tensor, source: Tensor) -> None:
+        for _ in range(100):
+            torch.matmul(work, work)
+        place.copy_(source)
+
+    arrived = ferry.bring(torch.ones(64), into, here(into.device), slowly)
+    del ferry
+    gc.collect()
+    assert arrived.reached
+
+
+# --- engines that are let go, and models that cannot be had ---
+
+
+def test_an_engine_whose_update_has_failed_lets_go_of_everything(monkeypatch):
+    model = MODELS["plain"]()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    config = config_of(2, optimizer=None, offload_optimizer=HOST)
+    config.pop("optimizer", None)
+    engine = initialize(model=model, optimizer=optimizer, config=config)[0]
+    monkeypatch.setattr(host_update, "_take", lambda *_: (_ for _ in ()).throw(MemoryError("no memory for it")))
+    take_steps(engine, 1)  # its update fails beside what comes next
+    with pytest.raises(MemoryError, match="no memory for it"):
+        engine.destroy()
+    assert "step" not in vars(optimizer), "the script's optimizer is its own again"
+    with pytest.raises(ModelError, match="could not give them back"):
+        initialize(model=model, config=config_of(2))
+
+
+class Shared(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        if how == "data":
+            self.other.weight.data = self.one.weight.data
+        elif how == "wrapped":
+            self.other.weight = nn.Parameter(self.one.weight)
+        elif how == "part":
+            self.other.weight = nn.Parameter(self.one.weight.data[1:3])
+        elif how == "beside":
+            both = torch.randn(2 * WIDTH, WIDTH)
+            self.one.weight, self.other.weight = nn.Parameter(both[:WIDTH]), nn.Parameter(both[WIDTH:])
+        elif how == "columns":
+            both = torch.randn(WIDTH, 2 * WIDTH)
+            self.one.weight, self.other.weight = nn.Parameter(both[:, :WIDTH]), nn.Parameter(both[:, WIDTH:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x))
+
+
+@pytest.mark.parametrize("how", ["data", "wrapped", "part"])
+def test_parameters_that_are_tied_by_their_memory_are_refused(how):
+    with pytest.raises(ModelError, match=r'"one.weight" and "other.weight" are two parameters with the same memory'):
+        initialize(model=Shared(how), config=config_of(1))
+    frozen = Shared(how).requires_grad_(False)
+    frozen.trained = nn.Linear(WIDTH, WIDTH)
+    initialize(model=frozen, config=config_of(1))  # nobody would train them apart
+
+
+@pytest.mark.parametrize("how", ["apart", "beside", "columns"])
+def test_parameters_that_lie_beside_each_other_are_trained(how):
+    assert initialize(model=Shared(how), config=config_of(1))[0] is not None
+
+
+def test_an_expanded_parameter_is_refused():
+    model = MODELS["plain"]()
+    model.head.weight.data = torch.ones(1, 1).expand(model.head.weight.shape)
+    with pytest.raises(ModelError, match=r'"head.weight" was expanded'):
+        initialize(model=model, config=config_of(1))
