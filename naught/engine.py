@@ -211,7 +211,7 @@ class Engine(Between):
         """Sum the gradients of this step so far over the ranks now; a step does so by itself."""
         del bucket_size
         self.refuse_away()
-        self.passes.complete()
+        self.passes.complete_late()
 
     def empty_partition_cache(self) -> None:
         """Release what is gathered; between passes nothing is."""

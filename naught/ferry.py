@@ -40,7 +40,7 @@ class Ferry:
         self.rounding = Lane(device, urgent=True)  # else a cast of a moment waits for whole products of matrices
         self.apart = apart  # else all memory is one, and nothing is staged
         self.staging = staging
-        self.lock = threading.Lock()  # around the landings
+        self.lock = threading.Lock()  # around the landings, and what is coming
         self.coming: deque[tuple[Point, object]] = deque()  # what nobody else may have any more before it is there
         weakref.finalize(self, _let_arrive, self.down, self.up, self.rounding).atexit = False  # the driver may be gone by then
         self.meter = meter
@@ -90,10 +90,11 @@ class Ferry:
 
     def keep(self, arrival: object, point: Point) -> None:
         """Until it is there. Whoever has asked for it may be gone, and its memory must not be another's yet."""
-        while self.coming and self.coming[0][0].reached:
-            self.coming.popleft()
-        if not point.reached:
-            self.coming.append((point, arrival))
+        with self.lock:
+            while self.coming and self.coming[0][0].reached:
+                self.coming.popleft()
+            if not point.reached:
+                self.coming.append((point, arrival))
 
     def bring(self, source: Tensor, into: Tensor, after: Point, rounds: Rounds) -> Point:
         """Copy what rests on the host to the device, after a point of the device's order; any thread may ask."""
@@ -178,9 +179,9 @@ class Arrival:
 
     def wait(self) -> None:
         """From here on the device finds them."""
-        point = self._bring() if self._is_to_come_again() else self.set_out.result()
-        point.hold(self.ferry.device)
-
-    def _is_to_come_again(self) -> bool:
         updated = self.updated is None or self.updated.exception() is None
-        return self.stays and updated and self.set_out.exception() is not None
+        if self.stays and updated and self.set_out.exception() is not None:
+            again: Future[Point] = Future()
+            again.set_result(self._bring())
+            self.set_out = again
+        self.set_out.result().hold(self.ferry.device)

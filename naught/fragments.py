@@ -92,7 +92,15 @@ class _Home(NamedTuple):
         return self.segment.exact
 
     def grads(self) -> Tensor | None:
+        self.engine.passes.complete_late()
+        return self._summed()
+
+    def own_grads(self) -> Tensor | None:
+        """Which this rank may ask for alone, once all are summed."""
         self.engine.passes.complete()
+        return self._summed()
+
+    def _summed(self) -> Tensor | None:
         return self.segment.grads.sum() if self.segment.trained else None
 
     def moments(self, name: str) -> Tensor | None:
@@ -145,6 +153,7 @@ class _Kind(NamedTuple):
 
 _WEIGHTS = _Kind(_Home.masters, "weights", written=_Home.masters_written)
 _GRADS = _Kind(_Home.grads, "gradient", scaled=True, written=_Home.grads_written)
+_OWN_GRADS = _GRADS._replace(find=_Home.own_grads)
 
 
 def _state(name: str) -> _Kind:
@@ -226,11 +235,11 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    return _read(param, _GRADS, _Home.local)
+    return _read(param, _OWN_GRADS, _Home.local)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    _write(param, _GRADS, _Home.write_local, value)
+    _write(param, _OWN_GRADS, _Home.write_local, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:

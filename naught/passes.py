@@ -174,16 +174,21 @@ class Passes:
 
     def complete(self) -> None:
         """Have every gradient of this step summed over the ranks, also those that came outside of a pass or unsynced."""
-        was_closed = self.schedule.current is None
         self.close()
-        if not self.summed or (was_closed and self._has_late_gradients()):
-            self.schedule.open(training=True, which=Pass(last=True), careful=True)
-            self.close()
+        if not self.summed:
+            self.sum_late()
 
-    def _has_late_gradients(self) -> bool:
-        """Whether a backward on any rank has made gradients since all were summed."""
+    def sum_late(self) -> None:
+        """Have what backwards have left since the pass was closed summed over the ranks, too. All ranks must do so."""
+        self.schedule.open(training=True, which=Pass(last=True), careful=True)
+        self.close()
+
+    def complete_late(self) -> None:
+        """Both, where all ranks ask for the gradients. A step finds out by itself whether any rank has late ones."""
+        self.complete()
         late = any(unit.owes(last=True) for unit in self.schedule.units.values())
-        return bool(self.schedule.group.exchange(torch.tensor([int(late)])).any())
+        if bool(self.schedule.group.exchange(torch.tensor([int(late)])).any()):
+            self.sum_late()
 
     def drop_gradients(self) -> None:
         """Begin a step anew: whatever has been collected so far is let go."""

@@ -4,6 +4,7 @@ is said of a step that is skipped."""
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -73,7 +74,13 @@ class Stepping:
         how = Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
         delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
         tell, lookout = self.passes.amiss, self.lookout
-        self.norm = update(units, schedule.group, how, self.limits, scale=scale, tell=tell, lookout=lookout, delayed=delayed)
+        take = partial(update, units, schedule.group, how, self.limits, scale=scale, tell=tell, lookout=lookout, delayed=delayed)
+        norm = take()
+        if norm is None:
+            self.passes.sum_late()
+            norm = take()
+        assert norm is not None
+        self.norm = norm
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
         if self.applied:

@@ -59,8 +59,9 @@ def update(
     tell: Callable[[], Exception | None],
     lookout: Lookout,
     delayed: bool = False,
-) -> Norm:
-    """Undo the scale of the loss, clip, and apply the rule to what this rank owns. If the norm is not finite, or something
+) -> Norm | None:
+    """Undo the scale of the loss, clip, and apply the rule to what this rank owns. None: a rank has gradients that are not summed
+    yet, so that nothing was done. If the norm is not finite, or something
     is amiss on any rank, nothing changes on any. What rests on the host may still be updated there when this returns; delayed,
     its weights follow the update before this one. `tell` says what is amiss, while the device computes the norm. What users have
     written to weights is heeded first.
@@ -75,12 +76,15 @@ def update(
             segment.heed_writes()
     amiss, square = _look(trained, _questions(units, lookout), tell)
     amiss = amiss or group.noted
-    rows = group.exchange(torch.tensor([amiss is not None, square, *used], dtype=torch.float64))
+    late = any(unit.owes(last=True) for unit in units)
+    rows = group.exchange(torch.tensor([amiss is not None, late, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
         group.raise_together(amiss)
-    norm = Norm(_root(rows[:, 1].tolist()) / scale)
+    if bool(rows[:, 1].any()):
+        return None
+    norm = Norm(_root(rows[:, 2].tolist()) / scale)
     if norm.finite or not limits.skips:
-        anywhere = iter((rows[:, 2:].amax(0) > 0).tolist())
+        anywhere = iter((rows[:, 3:].amax(0) > 0).tolist())
         flags = {segment: [next(anywhere) for _ in segment.grads.used] for segment in trained}
         coefficient = _coefficient(norm.total, limits.clip) / scale
         apply(units, how, flags, coefficient, limits.flight_bytes, delayed=delayed)
