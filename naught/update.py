@@ -74,9 +74,9 @@ def update(
     with group.noting():
         for segment in trained:
             segment.heed_writes()
+    late = any(unit.owes(last=True) for unit in units)
     amiss, square = _look(trained, _questions(units, lookout), tell)
     amiss = amiss or group.noted
-    late = any(unit.owes(last=True) for unit in units)
     rows = group.exchange(torch.tensor([amiss is not None, late, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
         group.raise_together(amiss)
