@@ -72,6 +72,7 @@ class Ferry:
     def close(self) -> None:
         """Nothing travels any more."""
         self.drain()
+        self.coming.clear()
         self.meter.change(Buffer.STAGING, -self.staging.nbytes)
         self.staging.clear()
 
@@ -152,6 +153,7 @@ class Arrival:
     ) -> None:
         self.ferry, self.source, self.into, self.rounds = ferry, source, into, rounds
         self.updated, self.stays = updated, stays
+        self.lock = threading.Lock()  # around bringing them again
         self.began = here(ferry.device)
         self.set_out: Future[Point] = Future()
         if updated is None:
@@ -173,15 +175,21 @@ class Arrival:
         return self.ferry.bring(self.source, self.into, self.began, self.rounds)
 
     def wait_here(self) -> None:
-        """Keep the host until they are there, or are not coming: from then on they may change where they came from."""
-        if self.set_out.exception() is None:
-            self.set_out.result().wait()
+        """Keep the host until they are there, or are not coming: from then on where they come from may change."""
+        self.set_out.exception()
+        with self.lock:
+            self.stays = self.stays and self.set_out.exception() is None
+            arrived = self.set_out.result() if self.set_out.exception() is None else None
+        if arrived is not None:
+            arrived.wait()
 
     def wait(self) -> None:
         """From here on the device finds them."""
         updated = self.updated is None or self.updated.exception() is None
-        if self.stays and updated and self.set_out.exception() is not None:
-            again: Future[Point] = Future()
-            again.set_result(self._bring())
-            self.set_out = again
+        self.set_out.exception()
+        with self.lock:
+            if self.stays and updated and self.set_out.exception() is not None:
+                again: Future[Point] = Future()
+                again.set_result(self._bring())
+                self.set_out = again
         self.set_out.result().hold(self.ferry.device)

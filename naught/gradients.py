@@ -207,7 +207,11 @@ class Gradients:
                 view.zero_()
         self.flat.meter.change(Buffer.SCRATCH, self.scratch_bytes)
         self.content = Content.SENT
-        self.under_way = self.group.reduce(self.flat.tensor, self.flat.slices, unit)
+        try:
+            self.under_way = self.group.reduce(self.flat.tensor, self.flat.slices, unit)
+        except BaseException:  # there is none, for want of memory, say
+            self.flat.meter.change(Buffer.SCRATCH, -self.scratch_bytes)
+            raise
 
     def settle(self, unit: str) -> None:
         """Wait for the mean over the ranks, and keep this rank's part."""

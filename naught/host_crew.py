@@ -175,12 +175,16 @@ class HostCrew:
 
 
 def _serve(queue: _Queue, core: int | None, device: torch.device, ready: threading.Barrier, alone: bool) -> None:
-    if core is not None:
-        _keep_to(core)
-    stand_on(device)
-    if not alone:  # else it has as many threads as training
-        torch.get_num_threads()  # a thread that has not asked yet takes up the process's number in its first loop
-        torch.set_num_threads(1)
+    try:
+        if core is not None:
+            _keep_to(core)
+        stand_on(device)
+        if not alone:  # else it has as many threads as training
+            torch.get_num_threads()  # a thread that has not asked yet takes up the process's number in its first loop
+            torch.set_num_threads(1)
+    except BaseException:
+        ready.abort()
+        raise
     try:
         ready.wait()
     except threading.BrokenBarrierError:  # whoever hires is told

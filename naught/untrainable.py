@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -19,12 +18,14 @@ def refuse_model(model: nn.Module) -> None:
         if param.requires_grad and param.dtype not in DTYPES.values():
             raise UsageError(f'"{name}" is {param.dtype}, which is not trained', fix="call model.float() first")
         if not splits(param) and _is_expanded(param):
-            if bool(param.isnan().any()):
+            if not param.is_meta and bool(param.isnan().any()):
                 raise ModelError(
                     f'"{name}" has no weights: an engine whose update had failed could not give them back',
                     fix="build the model anew, and load a checkpoint",
                 )
-            raise ModelError(f'"{name}" was expanded: many of its elements are one', fix="call param.data = param.data.clone()")
+            if param.requires_grad:
+                fix = "call param.data = param.data.clone()"
+                raise ModelError(f'"{name}" was expanded: many of its elements are one', fix=fix)
     _refuse_shared(model)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -40,10 +41,6 @@ def refuse_model(model: nn.Module) -> None:
 
 def _is_expanded(param: nn.Parameter) -> bool:
     return any(not stride and extent > 1 for stride, extent in zip(param.stride(), param.shape, strict=True))
-
-
-def _has_memory(param: nn.Parameter) -> bool:
-    return param.numel() > 0 and not param.is_meta and not splits(param)
 
 
 class _Stretch(NamedTuple):
@@ -67,10 +64,15 @@ def _refuse_shared(model: nn.Module) -> None:
     params = {
         name: param for name, param in model.named_parameters() if param.numel() and not param.is_meta and not splits(param)
     }
-    for one, other in pairwise(sorted(_Stretch.of(*each) for each in params.items())):
-        meet = one.storage == other.storage and other.start < one.stop
-        if meet and (params[one.name].requires_grad or params[other.name].requires_grad):
-            raise ModelError(
-                f'"{one.name}" and "{other.name}" are two parameters with the same memory, and would be trained apart',
-                fix="tie them by the parameter itself, as in head.weight = embedding.weight, not by its data",
-            )
+    farthest: dict[bool, _Stretch] = {}  # that is trained, and that is not, of those that lie before
+    for one in sorted(_Stretch.of(*each) for each in params.items()):
+        trained = params[one.name].requires_grad
+        for other in (farthest.get(True), farthest.get(False) if trained else None):
+            if other is not None and other.storage == one.storage and one.start < other.stop:
+                raise ModelError(
+                    f'"{other.name}" and "{one.name}" are two parameters with the same memory, and would be trained apart',
+                    fix="tie them by the parameter itself, as in head.weight = embedding.weight, not by its data",
+                )
+        before = farthest.get(trained)
+        if before is None or before.storage != one.storage or before.stop < one.stop:
+            farthest[trained] = one

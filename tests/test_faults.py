@@ -28,6 +28,7 @@ from naught.streams import here
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOST = {"device": "cpu"}
+rehearsed = pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks of a rehearsal are on the CPU")
 IDS = torch.arange(8, device=DEVICE).view(2, 4) % VOCAB
 
 
@@ -68,6 +69,7 @@ def test_small_gradients_that_come_after_a_pass_was_closed_count(stage, zero, be
     assert wanted != backwards(start(stage, "lora", **zero), "nothing", late=False)
 
 
+@rehearsed
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_that_come_late_on_one_rank_alone_count_on_all(stage):
     def work(rank: int) -> tuple[float, str]:
@@ -79,6 +81,7 @@ def test_gradients_that_come_late_on_one_rank_alone_count_on_all(stage):
     assert first != rehearse(lambda _: backwards(start(stage, "lora"), "norms", late=False), ranks=2)[0]
 
 
+@rehearsed
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rank_may_evaluate_alone_in_the_middle_of_a_step(late):
     """Which closes its pass before that of the others."""
@@ -210,6 +213,7 @@ def test_what_has_failed_behind_a_collective_fails_whenever_somebody_waits():
     assert len(begun) == 1, "what sends to others must not be begun again"
 
 
+@rehearsed
 def test_weights_of_a_gather_that_failed_are_gathered_again():
     class Lost:
         def wait(self) -> None:
@@ -257,9 +261,9 @@ def test_bytes_that_a_collector_lets_go_in_the_middle_of_a_count_are_counted():
     assert dict(meter.live) == {"left": 0, "other": 1}
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has one order only")
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU has one order only")
 def test_a_ferry_that_nobody_has_any_more_arrives_first():
-    ferry = Ferry(Staging(torch.device(DEVICE), 64, 4, 64), Meter(), apart=True)
+    ferry = Ferry(Staging(DEVICE, 64, 4, 64), Meter(), apart=True)
     work, into = torch.ones(2048, 2048, device=DEVICE), torch.zeros(64, dtype=torch.bfloat16, device=DEVICE)
 
     def slowly(place: Tensor, source: Tensor) -> None:

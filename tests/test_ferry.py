@@ -71,7 +71,7 @@ def test_a_fault_on_the_way_up_is_told_once_nothing_is_under_way():
     def fails_at_the_second(place: Tensor, source: Tensor) -> None:
         if under_way:
             raise torch.OutOfMemoryError("no room to round in")
-        for _ in range(100 if DEVICE == "cuda" else 1):  # an accelerator is at it when the next one fails
+        for _ in range(100 if DEVICE.type == "cuda" else 1):  # an accelerator is at it when the next one fails
             torch.matmul(work, work)
         half_up(place, source)
         under_way.append(ferried.rounding.point())

@@ -577,6 +577,9 @@ class SlowFerry:
         self.brought = True
         return here(self.device)
 
+    def keep(self, *_: object) -> None:
+        """It is there already."""
+
 
 def test_an_update_is_not_over_before_what_it_has_left_has_been_read(monkeypatch):
     """Who waits for a future may go on before what is to be done behind it is done."""
