@@ -10,8 +10,9 @@ python benchmarks/h200.py infinity           # the largest on GPU, host and disk
 python benchmarks/h200.py --only torch,ours-2 stages
 
 Each system trains in a process of its own: the same model, tokens, batch and precision (bf16, one checkpoint a block, AdamW,
-clipping at 1.0). Seconds are the median of the steps after the first three; of a short run the slower one of its last two. A peer
-that is not installed is left out, and said so. Every call fits ten minutes.
+clipping at 1.0, but where a name ends in "early": there units are updated in the backward). Seconds are the median of the steps
+after the first three; of a short run the slower one of its last two. A peer that is not installed is left out, and said so. Every
+call fits ten minutes.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ TABLES: dict[str, list[Row]] = {
     ],
     "offload": [
         Row("torch"),
-        *(Row(f"ours-{name}") for name in ("2-offload", "3-offload", "2-offload-delay")),
+        *(Row(f"ours-{name}") for name in ("2-offload", "3-offload", "2-offload-early", "2-offload-delay")),
         *(Row(f"deepspeed-{name}", steps=6) for name in ("2-offload", "3-offload")),
         Row("fsdp2-offload", steps=6),
         Row("torchao"),
     ],
     "large": [Row("torch"), Row("torch", MIDDLE, 6), Row("ours-2-offload", MIDDLE, 6)],
-    "largest": [Row("torch"), Row("ours-auto", deep(53), 4)],
+    "largest": [Row("torch"), Row("ours-auto", deep(53), 4), Row("ours-auto-early", deep(63), 4)],
     "capped": [Row("torch"), Row("ours-auto", deep(31), 5, 32.0)],
     "disk": [
         Row("torch"),
@@ -330,7 +331,7 @@ def _config(variant: str, row: Row) -> dict[str, Any]:
             zero["offload_param"] = place | {"pin_memory": True} | ({"max_in_cpu": 0} if "nvme" in variant else {})
     return {
         "train_micro_batch_size_per_gpu": row.shape.batch,
-        "gradient_clipping": CLIP,
+        "gradient_clipping": 0.0 if variant.endswith("early") else CLIP,
         "optimizer": {"type": "AdamW", "params": HYPER | {"betas": list(HYPER["betas"])}},
         "zero_optimization": zero,
         "fp16" if variant.endswith("fp16") else "bf16": {"enabled": True},
@@ -349,18 +350,20 @@ OURS: dict[str, dict[str, Any]] = {
     "small": {"small_masters": True},
     "moments": {"small_masters": True, "small_moments": True},
     "delay": {"delay_update_after": 1},
+    "early": {"update_in_backward": True},
 }
 
 
 def _ours(model: nn.Module, variant: str, row: Row) -> Trained:
     import naught
 
-    config = _config(variant, row) | {"naught": OURS.get(variant.rpartition("-")[2], {})}
+    asked = OURS.get(variant.rpartition("-")[2], {})
+    config = _config(variant, row) | {"naught": asked}
     if variant.startswith("auto"):
         tokens, width = row.shape.batch * row.shape.seq, row.shape.width
         # One checkpoint a block, the loss and its two gradients in 32 bits, and a block that is computed again.
         activations = 2 * row.shape.layers * tokens * width + 3 * 4 * tokens * 50304 + 40 * tokens * width
-        config["naught"] = {"placement": "auto", "small_masters": True, "activation_memory": activations}
+        config["naught"] = asked | {"placement": "auto", "small_masters": True, "activation_memory": activations}
         config["naught"] |= {"gpu_memory": int(row.cap_gib * GIB) or "147GB", "host_memory": int(row.host_gib * GIB) or "122GB"}
         config["naught"] |= {"nvme_path": FOLDER} if variant.endswith("nvme") else {}
         config["zero_optimization"] = {"stage": 3}

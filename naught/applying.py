@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from naught.states import Updating
 from naught.steps import order_of_updates
 from naught.unit import Unit
 
-__all__ = ["apply"]
+__all__ = ["Courier", "apply", "unprepared"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 _HALF_UPDATED = (
@@ -24,23 +24,42 @@ _HALF_UPDATED = (
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
 
 
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What an exception has left behind."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_HALF_UPDATED)
+        raise
+
+
+def unprepared(trained: Iterable[Segment], how: Updating) -> Exception | None:
+    """Have all the moments that an update of what is summed wants, while nothing has changed: there may be no memory for them."""
+    try:
+        for segment in trained:
+            if not segment.grads.empty:
+                segment.prepare(how)
+    except Exception as error:  # to be raised on all ranks together
+        return error
+    return None
+
+
+@_telling()
 def apply(
     units: Sequence[Unit],
     how: Updating,
     used: Mapping[Segment, Sequence[bool]],
     coefficient: float,
-    flight_bytes: int,
+    courier: Courier,
     *,
     delayed: bool,
 ) -> None:
     """Update what this rank owns. On the host that goes on beside everything else, a unit at a time. On the device a batch of
-    units is in each call of the rule, and new weights, of so many bytes at a time, travel beside the next batch."""
+    units is in each call of the rule, and new weights travel beside the next batch; some may be under way when this returns."""
     due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
-    for segment in due:  # before anything changes: there may be no memory for it
-        segment.prepare(how)
     caught_up = [unit for unit in units if unit.catch_up()]  # also what is not used in this step
     units = [unit for unit in units if any(segment in due for segment in unit.trained)]
-    courier = _Courier(flight_bytes)
     remote = [unit for unit in units if unit.remote]
     delayed = delayed and how.rule.defers
     for segment in (segment for unit in order_of_updates(remote) for segment in unit.trained if segment in due):
@@ -52,24 +71,12 @@ def apply(
     for changed in _batches([unit for unit in units if not unit.remote]):
         segments = [segment for unit in changed for segment in unit.trained if segment in due]
         parts = (part for segment in segments for part in segment.due(on_device, due[segment]))
-        with _telling():
-            for bundle in _bundles(parts):
-                how.take(bundle, coefficient)
-            for segment in segments:
-                segment.written()
+        for bundle in _bundles(parts):
+            how.take(bundle, coefficient)
+        for segment in segments:
+            segment.written()
         _tell_autograd(changed)
         courier.send(changed)
-    courier.arrive()
-
-
-@contextmanager
-def _telling() -> Iterator[None]:
-    """What an exception has left behind."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(_HALF_UPDATED)
-        raise
 
 
 def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:
@@ -109,7 +116,7 @@ def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
         yield batch
 
 
-class _Courier:
+class Courier:
     """Brings new weights of whole flats from their owners to everybody, within a limit of bytes under way; lazy units are
     gathered where they are used next."""
 
@@ -129,9 +136,15 @@ class _Courier:
             self.under_way.append((unit, unit.gathered_bytes))
             self.nbytes += unit.gathered_bytes
 
+    @_telling()
     def arrive(self) -> None:
         while self.under_way:
             self._arrive()
+
+    def forget(self) -> None:
+        """Whoever uses a unit next waits for its weights."""
+        self.under_way.clear()
+        self.nbytes = 0
 
     def _arrive(self) -> None:
         unit, nbytes = self.under_way.popleft()

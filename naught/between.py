@@ -56,6 +56,7 @@ class Between(Answers):
     def grad_norms(self) -> dict[str, float]:
         """The norm of each parameter's gradient, by name, between backward and step. All ranks must ask."""
         self.refuse_away()
+        self.stepping.refuse_to_look()
         self.passes.complete_late()
         return norms_by_name(self.schedule.units.values(), self.schedule.group, self.loss_scale.value)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from naught.born import raise_whole
 from naught.comm import Group
-from naught.config import Config, Effect, check, disk_folder, keys, placement_of, to_document
+from naught.config import Batch, Config, Effect, check, disk_folder, keys, placement_of, to_document
 from naught.describe import describe
 from naught.devices import Pool
 from naught.errors import UsageError
@@ -29,7 +29,7 @@ from naught.placement import Place, Placement, Tier
 from naught.pooling import Arrangement, Limits, berths_beside, place_in_pool, refuse_full_disk
 from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.present import present
-from naught.rooms import MOST_BERTHS
+from naught.rooms import MOST_BERTHS, sum_rooms
 from naught.segment import Segment
 from naught.shapes import Run
 from naught.sizes import PlacedRun
@@ -39,7 +39,7 @@ from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.untrainable import refuse_model
 from naught.update import UpdateLimits
 
-__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_what_is_not_there_yet"]
+__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_batch", "refuse_what_is_not_there_yet"]
 
 _LOG = logging.getLogger("naught")
 
@@ -107,6 +107,7 @@ _HEEDED = (
     "naught.small_moments",
     "naught.wide_gradients",
     "naught.delay_update_after",
+    "naught.update_in_backward",
     "naught.placement",
     "naught.gpu_memory",
     "naught.host_memory",
@@ -133,6 +134,15 @@ def refuse_what_is_not_there_yet(config: Config) -> None:
         )
     if unheeded:
         _LOG.warning("no effect yet, but on memory and speed only: %s", ", ".join(unheeded))
+
+
+def refuse_batch(config: Config, batch: Batch) -> None:
+    """What a number of micro-batches, known only now or changed, does not allow."""
+    if config.naught.update_in_backward and batch.accumulation > 1:
+        raise UsageError(
+            f"naught.update_in_backward lets gradients go in every backward, and a step has {batch.accumulation} of them",
+            fix="set gradient_accumulation_steps to 1 (zero.Vertical has one backward for all of them), or leave the key out",
+        )
 
 
 def _is_heeded(path: str) -> bool:
@@ -162,7 +172,8 @@ def build_units(
     model: nn.Module, config: Config, precision: Precision, membership: Membership, around: Surroundings
 ) -> dict[str, Unit]:
     """Move the model's parameters into the flats of its units. The root is always one, if only to borrow others."""
-    refuse_model(model)
+    with around.group.together():
+        refuse_model(model)
     params = dict(model.named_parameters())
     wide = set(kept_in_fp32(model, config))
     dtypes = {name: param.dtype if param in wide else precision.weights_of(param) for name, param in params.items()}
@@ -181,7 +192,8 @@ def build_units(
             placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.parts, present().disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
-    host = host_side(config, group, device, meter, largest_numel=largest, most_berths=arranged.berths)
+    rooms = _shared_rooms(specs, placements) if config.naught.update_in_backward else 0
+    host = host_side(config, group, device, meter, largest_numel=largest, most_berths=arranged.berths, shared_rooms=rooms)
     with group.together():
         disk = disk_side(config, device, meter, largest)
     pool = Pool(device, private=config.naught.private_pool)
@@ -210,6 +222,12 @@ def build_units(
     renew_loans(model, filling.of)
     _settle_buffers(model, device, config)
     return units
+
+
+def _shared_rooms(specs: Sequence[UnitSpec], placements: Mapping[str, Placement]) -> int:
+    """For sums that wait on the host only until their own unit is updated: those of a unit, and one that is read meanwhile."""
+    waiting = [spec for spec in specs if placements[spec.name].sums_rest is Tier.HOST]
+    return max((sum_rooms(sum(key.trainable for key in segments(spec, world=1))) for spec in waiting), default=0)
 
 
 def _settle_buffers(model: nn.Module, device: torch.device, config: Config) -> None:
@@ -268,7 +286,7 @@ def _by_stage(specs: Sequence[UnitSpec], config: Config, world: int) -> list[Pla
     return [found[spec.name] for spec in specs]
 
 
-def budgets_of(config: Config, units: Mapping[str, Unit], element_bytes: int) -> Budgets:
+def budgets_of(config: Config, units: Mapping[str, Unit], element_bytes: int, world: int) -> Budgets:
     """Budgets in elements become bytes, rounded up so that one unit can always be fetched ahead."""
     zero = config.zero_optimization
     largest = max(unit.sizes().weights for unit in units.values())
@@ -278,7 +296,7 @@ def budgets_of(config: Config, units: Mapping[str, Unit], element_bytes: int) ->
         live_bytes=max(zero.stage3_max_live_parameters * element_bytes, 2 * largest),
         reuse_bytes=zero.stage3_max_reuse_distance * element_bytes,
         read_weight_bytes=2 * max(unit.sizes().weight_shard for unit in units.values()) if ahead else 0,
-        overlap_reduce=zero.overlap_comm is not False,
+        overlap_reduce=zero.overlap_comm is not False and world > 1,  # a rank alone waits for nobody
     )
 
 
@@ -286,7 +304,7 @@ def limits_of(config: Config, element_bytes: int) -> UpdateLimits:
     zero = config.zero_optimization
     return UpdateLimits(
         clip=config.gradient_clipping,
-        skips=not config.bf16.enabled or config.bf16.check_grad_overflow,
+        skips=not config.naught.update_in_backward and (not config.bf16.enabled or config.bf16.check_grad_overflow),
         part_numel=max(ALIGN_NUMEL, (zero.sub_group_size or _NO_LIMIT) // ALIGN_NUMEL * ALIGN_NUMEL),
         flight_bytes=zero.allgather_bucket_size * element_bytes,
         delay_after=config.naught.delay_update_after,

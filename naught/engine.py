@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from naught.accumulation import Accumulation, by_an_engine
 from naught.between import Between
+from naught.build import refuse_batch
 from naught.claims import Claims
 from naught.config import Batch, Config
 from naught.data import Loader
@@ -22,7 +23,6 @@ from naught.errors import ScheduleError, UsageError
 from naught.hooks import recomputing
 from naught.inputs import Inputs
 from naught.local_parts import put_back
-from naught.loss_scale import FixedScale
 from naught.observing import Observer, StepFacts
 from naught.parking import Parking
 from naught.passes import Passes
@@ -163,6 +163,7 @@ class Engine(Between):
         which the caller has said that it goes on, this does nothing: the engine begins every step without gradients."""
         del set_to_none
         if self.accumulation.at_start:
+            self.stepping.refuse_midway()
             self.passes.drop_gradients()
             self.accumulation.start_over()
             self.observer.forget()
@@ -180,6 +181,7 @@ class Engine(Between):
         self._resize(self.accumulation.resized(micro=micro_batch_size))
 
     def _resize(self, batch: Batch) -> None:
+        refuse_batch(self.settings, batch)
         if precision_of(self.settings, batch.accumulation) != precision_of(self.settings, self.accumulation.steps):
             raise UsageError(
                 "the engine was made for another kind of sum: of one micro-batch in 16 bits, or of several in 32",
@@ -205,7 +207,7 @@ class Engine(Between):
 
     def override_loss_scale(self, scale: float) -> None:
         """Go on with this scale of the loss, whatever comes."""
-        self.stepping.scale = FixedScale(scale)
+        self.stepping.override_scale(scale)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Sum the gradients of this step so far over the ranks now; a step does so by itself."""
@@ -265,6 +267,7 @@ class Engine(Between):
                 try:
                     self.passes.abort()
                 finally:
+                    self.stepping.give_up(error)
                     self.accumulation.start_over()
                     self.observer.forget()
             raise

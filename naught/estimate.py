@@ -15,7 +15,7 @@ from naught.job import ActivationBytes, Checkpointing, Job
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
 from naught.placement import Kind, Tier
-from naught.rooms import ROOMS_ON_THE_WAY, room_bytes, staging_bytes
+from naught.rooms import ROOMS_ON_THE_WAY, room_bytes, staging_bytes, sum_rooms
 from naught.sizes import PlacedRun, each_resting, tiled
 from naught.traffic import Times, times_of, traffic_of
 from naught.working_set import working_set
@@ -83,6 +83,8 @@ def forecast(
     if not machine.unified:
         memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(_largest_part(placed, machine), berths)
     memory[Tier.HOST][Category.BUFFERS] += _rooms(placed, machine, job)
+    if job.update_in_backward and any(placement.sums_rest is Tier.HOST for _, placement in placed):
+        memory[Tier.HOST][Category.GRADIENTS] += sum_rooms(1) * _SUM * _largest_part(placed, machine)
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
     if not kept:
@@ -111,6 +113,9 @@ def forecast(
         tiles=tiles,
         never_together=min(coming, going),
     )
+
+
+_SUM = 4  # bytes of an element that waits for its update
 
 
 def forecast_with_most_staging(

@@ -72,12 +72,12 @@ class _Expansion:
                 self._add(unit, Kind.GRAD, Verb.READ)
             self._add(unit, Kind.GRAD, Verb.REDUCE, Verb.SETTLE, *_STASH[placement.sums_rest])
             self.reduced.add(unit)
-            if self.which.last and self.which.eager and for_good:
+            if self.which.last and self.which.early and for_good:
                 self._update(unit)
         self._add(unit, Kind.GRAD, Verb.LEAVE)
 
     def close(self) -> None:
-        if not self.which.last or self.which.eager or not self.reduced:
+        if not self.which.last or self.which.early or not self.reduced:
             return
         self._add(EVERY_UNIT, Kind.GRAD, Verb.NORM)
         # In the order of the next forward, so that its first unit is ready first; units that only a backward met last.

@@ -92,11 +92,13 @@ class _Home(NamedTuple):
         return self.segment.exact
 
     def grads(self) -> Tensor | None:
+        self.engine.stepping.refuse_to_look()
         self.engine.passes.complete_late()
         return self._summed()
 
     def own_grads(self) -> Tensor | None:
         """Which this rank may ask for alone, once all are summed."""
+        self.engine.stepping.refuse_to_look()
         self.engine.passes.complete()
         return self._summed()
 

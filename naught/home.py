@@ -16,6 +16,7 @@ from naught.host_crew import Crew
 from naught.placement import Placement, Tier
 from naught.rounding import Rounds, half_up, nearest
 from naught.shelves import DeviceShelf, Shelf
+from naught.sum_rooms import SumRooms
 
 __all__ = ["GradTypes", "Home", "HostSide", "Types"]
 
@@ -46,13 +47,18 @@ class Types(NamedTuple):
 
 
 class HostSide(NamedTuple):
-    """What a rank has on its host: memory, the way there and back, threads that update, and room for how many sums of the same
-    gradients."""
+    """What a rank has on its host: memory, the way there and back, threads that update, and rooms for sums of gradients: how many
+    each segment has, or, if there are any, those that all share."""
 
     shelf: Shelf
     ferry: Ferry
     crew: Crew
-    rooms: int = 1
+    own_rooms: int = 1
+    shared_rooms: SumRooms | None = None
+
+    def rooms_for(self, numel: int, dtype: torch.dtype) -> SumRooms:
+        """For the sums of one segment."""
+        return self.shared_rooms or SumRooms(self.shelf, numel, dtype, self.own_rooms)
 
     def close(self) -> None:
         """Once nothing rests there any more."""

@@ -46,6 +46,7 @@ class Job:
     fused_attention: bool = True
     summed_grad: int = 4
     host_sums: int = 1  # that the host has room for
+    update_in_backward: bool = False  # a unit's gradients are gone before the next unit has its own
     wide_gradients: bool | None = None  # on the host, as its update needs them; None: in a pool only where there is room
 
     def __post_init__(self) -> None:

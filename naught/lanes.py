@@ -100,6 +100,11 @@ class Lanes:
             self._load_next()
         return self.arrived[unit]
 
+    def bring_all(self) -> None:
+        """New weights that nobody has waited for."""
+        while self.coming:
+            self._load_next()
+
     def _load_next(self) -> None:
         unit = next(iter(self.coming))
         load = self.coming.pop(unit)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from naught.amiss import tampered
 from naught.errors import UsageError
 from naught.schedule import Schedule
 from naught.unit import Unit
-from naught.update import tampered
 
 __all__ = ["Lending"]
 

@@ -74,4 +74,5 @@ def job_of(config: Config, precision: Precision, moments: int) -> Job:
         recipe=Recipe(wide, wide, master, moments * (SMALL_MOMENT if ours.small_moments else 4)),
         wide_gradients=precision.wide,
         host_sums=ours.host_sums,
+        update_in_backward=ours.update_in_backward,
     )

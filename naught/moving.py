@@ -72,20 +72,39 @@ def hoist(steps: Sequence[Step], verb: Verb, placements: Placements, sizes: Size
 
 
 def sink(steps: Sequence[Step]) -> list[Step]:
-    """Wait for each reduce as late as possible: before the next one, before the norm, or before its sum is needed."""
+    """Wait for each reduce as late as possible, and do what follows on its sum then: before the next one, before the norm, or
+    before the unit is used again."""
     sunk: list[Step] = []
-    waiting: Step | None = None
+    waiting: list[Step] = []  # for a sum: that it settles, and what is done with it
     for step in steps:
-        if waiting is not None:
-            needed = step.unit == waiting.unit and step.verb not in (Verb.LEAVE, Verb.RELEASE)
-            if needed or step.verb in (Verb.REDUCE, Verb.NORM, Verb.SETTLE):
-                sunk.append(waiting)
-                waiting = None
-        if step.verb is Verb.SETTLE:
-            waiting = step
+        own = bool(waiting) and step.unit == waiting[0].unit
+        follows = own and (step.verb, step.kind) in _OF_A_SUM
+        needed = own and step.verb not in (Verb.LEAVE, Verb.RELEASE)
+        if waiting and not follows and (needed or step.verb in (Verb.REDUCE, Verb.NORM, Verb.SETTLE)):
+            sunk += waiting
+            waiting = []
+        if follows or step.verb is Verb.SETTLE:
+            waiting.append(step)
         else:
             sunk.append(step)
-    return [*sunk, waiting] if waiting is not None else sunk
+    return sunk + waiting
+
+
+# What is done with a sum once it has settled: it goes to where it rests, or the unit is updated.
+_OF_A_SUM = frozenset(
+    {
+        (Verb.STORE, Kind.GRAD),
+        (Verb.WRITE, Kind.GRAD),
+        (Verb.READ, Kind.GRAD),
+        (Verb.LOAD, Kind.GRAD),
+        (Verb.READ, Kind.OPTIM),
+        (Verb.UPDATE, Kind.OPTIM),
+        (Verb.WRITE, Kind.OPTIM),
+        (Verb.STORE, Kind.PARAM),
+        (Verb.LOAD, Kind.PARAM),
+        (Verb.WRITE, Kind.PARAM),
+    }
+)
 
 
 def _may_pass(step: Step, earlier: Step) -> bool:

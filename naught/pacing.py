@@ -10,7 +10,7 @@ from enum import Enum, auto
 from naught.lanes import Bar, Lane, Lanes
 from naught.machine import Machine
 from naught.placement import Kind, Tier
-from naught.rooms import LEAVING
+from naught.rooms import LEAVING, sum_rooms
 from naught.steps import Placements, Sizes, Step, Verb, order_of_updates
 
 __all__ = ["Course", "Pace", "Work", "pace"]
@@ -64,7 +64,8 @@ class Pace:
 def pace(course: Course, machine: Machine) -> Pace:
     """Walk a few steps, and tell of the last: an update, and the forward and the backward behind it. A unit computes once its
     weights are there, its gradients set out once they are made, the norm is known once all are summed on the device, an update on
-    the host waits for it and for its own gradients, and what needs new weights waits for that unit's update alone."""
+    the host waits for it and for its own gradients, and what needs new weights waits for that unit's update alone. Updates that
+    the plan has in the backward do not wait for the norm."""
     walk = _Walk(course, Lanes(machine), stale=set(course.sizes))
     norms = [0.0]
     for _ in range(_STEPS):
@@ -74,6 +75,7 @@ def pace(course: Course, machine: Machine) -> Pace:
                 act(walk, unit)
         norms.append(walk.norm())
         walk.update(norms[-1])
+    walk.lanes.bring_all()
     begins, ends = norms[-2:]
     bars = (bar for bar in walk.lanes.bars if begins <= bar.start_s < ends)
     return Pace(
@@ -103,6 +105,8 @@ class _Walk:
     ready: dict[tuple[_Ready, str], float] = field(default_factory=lambda: defaultdict(float))
     begun: set[str] = field(default_factory=set)  # units whose sums on the host are of this step
     leaving: deque[float] = field(default_factory=deque)  # when activations on their way are gone
+    updated: set[str] = field(default_factory=set)  # in this step's backward
+    rooms: deque[float] = field(default_factory=deque)  # when those are free that sums share until such an update is over
 
     # --- weights ---
 
@@ -162,6 +166,9 @@ class _Walk:
     def store(self, unit: str) -> None:
         """The device adds to what is below already of this step, once it is there; what is on disk is read first."""
         size, summed = self.course.sizes[unit], self.ready[_Ready.SUMMED, unit]
+        if len(self.rooms) >= sum_rooms(1):
+            summed = max(summed, self.rooms.popleft())
+            self.lanes.hold(Lane.COMPUTE, summed)  # it asks for nothing else meanwhile
         if unit in self.begun:
             below = self.ready[_Ready.ARRIVED, unit]
             if self.course.placements[unit].grad.tier is Tier.DISK:
@@ -187,13 +194,24 @@ class _Walk:
     def update(self, norm: float) -> None:
         """On the host, and on the device beside it."""
         self.begun.clear()
-        trained = [unit for unit, work in self.course.works.items() if work.updated_numel]
+        trained = [unit for unit, work in self.course.works.items() if work.updated_numel and unit not in self.updated]
+        self.updated.clear()
         remote = [unit for unit in trained if self.course.placements[unit].optim.tier is not Tier.DEVICE]
         for unit in order_of_updates(remote):
             self._update_on_host(unit, norm)
         for unit in trained:
             if unit not in remote:
                 self._update_on_device(unit, norm)
+
+    def update_early(self, unit: str) -> None:
+        """In the backward, as soon as its gradients are summed."""
+        self.updated.add(unit)
+        if self.course.placements[unit].optim.tier is Tier.DEVICE:
+            self._update_on_device(unit, self.ready[_Ready.SUMMED, unit])
+            return
+        self._update_on_host(unit, self.ready[_Ready.SUMMED, unit])
+        if self.course.placements[unit].sums_rest is Tier.HOST:
+            self.rooms.append(self.ready[_Ready.UPDATED, unit])
 
     def _update_on_host(self, unit: str, norm: float) -> None:
         """States on disk are read, updated and written a tile at a time by many threads: the disk and the host work side by side,
@@ -238,4 +256,5 @@ _ACTS: Mapping[tuple[Verb, Kind], Callable[[_Walk, str], None]] = {
     (Verb.SETTLE, Kind.GRAD): _Walk.settle,
     (Verb.STORE, Kind.GRAD): _Walk.store,
     (Verb.WRITE, Kind.GRAD): _Walk.write_sum,
+    (Verb.UPDATE, Kind.OPTIM): _Walk.update_early,
 }

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch import nn
 
+from naught.amiss import misused
 from naught.claims import claimed
 from naught.errors import NaughtError, UsageError
 from naught.hints import loans_of
@@ -15,9 +16,8 @@ from naught.hooks import Hooks, keep_out_of_graphs
 from naught.lending import Lending
 from naught.schedule import Schedule
 from naught.scout import Scout
-from naught.steps import Moment, Pass
+from naught.steps import Moment
 from naught.tiled import pieces_of
-from naught.update import misused
 from naught.watch import Watch
 
 __all__ = ["Passes"]
@@ -106,7 +106,13 @@ class Passes:
             self.close()
         if self.schedule.current is None:
             alone = not training and not self.coming_and_going
-            self.schedule.open(training=training, which=Pass(last=self.completes_step()), careful=careful, alone=alone)
+            last = self.completes_step()
+            if training and not last and self.schedule.update is not None:
+                raise UsageError(
+                    "naught.update_in_backward updates in every backward, and this one does not end its step",
+                    fix="leave out no_sync and what says so of a micro-batch, or the key",
+                )
+            self.schedule.open(training=training, which=self.schedule.which(last=last), careful=careful, alone=alone)
 
     def _found(self, param: nn.Parameter) -> None:
         """A parameter is about to be used where its unit may be absent."""
@@ -173,14 +179,15 @@ class Passes:
         self.watch.rest()
 
     def complete(self) -> None:
-        """Have every gradient of this step summed over the ranks, also those that came outside of a pass or unsynced."""
+        """Have the gradients of this step summed over the ranks, also where they were made unsynced. What has come since the pass
+        was closed is not among them."""
         self.close()
         if not self.summed:
             self.sum_late()
 
     def sum_late(self) -> None:
         """Have what backwards have left since the pass was closed summed over the ranks, too. All ranks must do so."""
-        self.schedule.open(training=True, which=Pass(last=True), careful=True)
+        self.schedule.open(training=True, which=self.schedule.which(last=True), careful=True)
         self.close()
 
     def complete_late(self) -> None:

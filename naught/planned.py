@@ -17,7 +17,7 @@ from naught.segment import Segment
 from naught.shelves import HOST
 from naught.shortage import Whole
 from naught.spill import DISK, Stored
-from naught.steps import Moment, Pass, Placements, Sizes, Step
+from naught.steps import Moment, Placements, Sizes, Step
 
 __all__ = ["at_rest", "is_recomputing", "planned_of", "planned_peaks", "whole_units"]
 
@@ -31,7 +31,9 @@ def planned_of(schedule: Schedule, accumulation: Accumulation, optimizer: Optimi
     """The peaks of the passes that have a plan, one behind the other as a step has them, with what rests beside them."""
     steps = {which: program.steps for which, program in schedule.programs.items()}
     again = accumulation.every and accumulation.steps > 1  # sums over the ranks are taken more than once in a step
-    unsummed, summed = steps.get((True, Pass(last=False)), ()), steps.get((True, Pass()), ())  # more of one kind open no more
+    unsummed, summed = (
+        steps.get((True, schedule.which(last=last)), ()) for last in (False, True)
+    )  # more of one kind open no more
     walks = [unsummed + summed, *(found for (training, _), found in steps.items() if not training)]
     sizes = {name: unit.sizes() for name, unit in schedule.units.items()}
     placements = {name: unit.placement for name, unit in schedule.units.items()}
@@ -69,10 +71,12 @@ def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
                 assert segment.home.host is not None
                 if isinstance(segment.grads.owned, DiskSum):
                     rest[DISK + "gradients"] += segment.grads.owned.stored.nbytes
-                else:
-                    rest[HOST + "gradients"] += segment.grads.owned_bytes * segment.home.host.rooms
+                elif segment.home.host.shared_rooms is None:
+                    rest[HOST + "gradients"] += segment.grads.owned_bytes * segment.home.host.own_rooms
             hosts |= {segment.home.host} - {None}
     rest[Buffer.STAGING.value] = sum(host.ferry.staging.nbytes for host in hosts if host is not None)
+    shared = [host.shared_rooms for host in hosts if host is not None and host.shared_rooms is not None]
+    rest[HOST + "gradients"] += sum(rooms.nbytes for rooms in shared)
     return dict(rest)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from naught.placement import Kind
@@ -31,6 +32,9 @@ _ACTIONS: dict[tuple[Verb, Kind], Callable[[Unit], Callable[[], None]]] = {
 }
 
 
+_UPDATE = (Verb.UPDATE, Kind.OPTIM)
+
+
 class Leg(NamedTuple):
     """What is to be done up to the anchor of one event. The last leg of a program has no event."""
 
@@ -39,11 +43,15 @@ class Leg(NamedTuple):
 
 
 class Program:
-    """The legs of a plan, in order. What comes after a backward is the update's business, not a pass's."""
+    """The legs of a plan, in order. What comes after a backward is the update's business, not a pass's; `update` is for units
+    that are updated before."""
 
-    def __init__(self, plan: Plan, units: Mapping[str, Unit]) -> None:
+    def __init__(self, plan: Plan, units: Mapping[str, Unit], update: Callable[[Unit], None] | None = None) -> None:
         end = next((at for at, step in enumerate(plan.steps) if step.verb is Verb.NORM), len(plan.steps))
         self.steps = plan.steps[:end]
+        self.actions = dict(_ACTIONS)
+        if update is not None:
+            self.actions[_UPDATE] = lambda unit: partial(update, unit)
         self.legs: list[Leg] = []
         begun: list[Step] = []
         for step in self.steps:
@@ -55,7 +63,7 @@ class Program:
         self._add(None, begun, units)
 
     def _add(self, event: Event | None, steps: list[Step], units: Mapping[str, Unit]) -> None:
-        bound = (_ACTIONS.get((step.verb, step.kind)) for step in steps)
+        bound = (self.actions.get((step.verb, step.kind)) for step in steps)
         actions = tuple(act(units[step.unit]) for act, step in zip(bound, steps, strict=True) if act is not None)
         self.legs.append(Leg(event, actions))
 

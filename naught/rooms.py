@@ -18,6 +18,7 @@ __all__ = [
     "room_bytes",
     "staging_berths",
     "staging_bytes",
+    "sum_rooms",
 ]
 
 # What is reckoned on a device is reckoned in stretches of so many elements; what goes between it and the host goes through berths
@@ -48,6 +49,11 @@ def landings_of(berths: int, largest_numel: int, berth_numel: int = BERTH_NUMEL)
 def staging_bytes(largest_numel: int, most: int, berth_numel: int = BERTH_NUMEL) -> int:
     """Of all berths, where the largest part that travels has so many elements."""
     return staging_berths(largest_numel, most, berth_numel) * min(berth_numel, largest_numel) * 4
+
+
+def sum_rooms(sums: int) -> int:
+    """On the host, where each unit is updated as soon as it has its sums: so many at a time, and one that is read meanwhile."""
+    return sums + 1
 
 
 def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int, others: int = 1) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -51,15 +51,22 @@ class _Pass:
 
 
 class Schedule:
-    """Issues the verbs of the units. `budgets` says how far to fetch ahead."""
+    """Issues the verbs of the units. `budgets` says how far to fetch ahead. `update` is for a unit whose gradients are summed;
+    None: they wait for the step."""
 
-    def __init__(self, units: Mapping[str, Unit], group: Group, budgets: Budgets) -> None:
-        self.units, self.group, self.budgets = dict(units), group, budgets
+    def __init__(
+        self, units: Mapping[str, Unit], group: Group, budgets: Budgets, update: Callable[[Unit], None] | None = None
+    ) -> None:
+        self.units, self.group, self.budgets, self.update = dict(units), group, budgets, update
         self.order = list(self.units)
         self.programs: dict[tuple[bool, Pass], Program] = {}
         self.current: _Pass | None = None
 
     # --- passes ---
+
+    def which(self, *, last: bool) -> Pass:
+        """What a pass of a step is, by whether it is its last."""
+        return Pass(last=last, early=self.update is not None)
 
     def open(self, *, training: bool, which: Pass, careful: bool = False, alone: bool = False) -> None:
         assert self.current is None
@@ -76,6 +83,8 @@ class Schedule:
             self._issue_until(running, running.program, len(running.program.legs))
         elif not running.alone:
             self._serve(running, None)
+            for unit in self.units.values():
+                self._update_early(running, unit)
             self._learn(running)
         for unit in self.units.values():
             unit.release()
@@ -115,7 +124,7 @@ class Schedule:
                 raise ScheduleError(
                     "the ranks have made different plans of the same record", fix="give all ranks the same budgets"
                 )
-            self.programs[running.training, running.which] = Program(plan, self.units)
+            self.programs[running.training, running.which] = Program(plan, self.units, self.update)
 
     # --- events ---
 
@@ -163,6 +172,7 @@ class Schedule:
         for unit in self.units.values():
             unit.settle()
             unit.drop_reading()
+            self._update_early(running, unit)
         running.program = None
         self.programs.pop((running.training, running.which), None)
 
@@ -191,6 +201,8 @@ class Schedule:
                 return
             chosen = self._step(min(codes))
             self._take_part(running, chosen)
+            if chosen == wanted and bool((rows == rows[0]).all()):  # else some rank may still have gradients of it to come
+                self._update_early(running, self.units[chosen.unit])
             if chosen == wanted:
                 return
 
@@ -202,6 +214,11 @@ class Schedule:
         unit.join()
         if not running.is_in_use(step.unit):
             unit.release()
+
+    def _update_early(self, running: _Pass, unit: Unit) -> None:
+        """Update a unit that has a sum, unless that waits for the step or for another pass of it."""
+        if self.update is not None and running.which.last and unit.has_sum:
+            self.update(unit)
 
     def _code(self, step: Step | None) -> int:
         return -1 if step is None else 2 * self.order.index(step.unit) + (step.verb is Verb.REDUCE)

@@ -78,7 +78,8 @@ class Segment:
             if placement.grad.tier is Tier.DISK:
                 owner = DiskSum(owned.numel, types.grads, home)
             else:
-                owner = HostSum(owned.numel, types.grads, home.host.ferry, home.host.shelf, home.host.rooms)
+                rooms = home.host.rooms_for(owned.numel, types.grads.on_host)
+                owner = HostSum(owned.numel, types.grads, home.host.ferry, rooms)
         self.grads = Gradients(params, layout, types.grads, home, owner)
         self.source = source_of(self.weights, self.kept, self.beside, home)
 

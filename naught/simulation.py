@@ -22,7 +22,6 @@ from naught.pacing import Course, Work
 from naught.placement import Tier
 from naught.spill import Stored
 from naught.start import initialize
-from naught.steps import Pass
 from naught.unit import Unit
 from naught.unit_flops import UnitFlops, flops_of_units, module_flops
 
@@ -101,7 +100,7 @@ def _course(engine: Engine, flops: Mapping[str, UnitFlops], flows: Sizes) -> Cou
     is whose nobody knows."""
     units, passes = engine.schedule.units, engine.gradient_accumulation_steps()
     programs = {which: program.steps for (training, which), program in engine.schedule.programs.items() if training}
-    unsummed, summed = programs.get(Pass(last=False), ()), programs.get(Pass(), ())
+    unsummed, summed = (programs.get(engine.schedule.which(last=last), ()) for last in (False, True))
     inner = [name for name in units if name and flops[name].forward] or [name for name in units if flops[name].forward]
     away = flows.get("activations to the host", 0) // passes // max(1, len(inner))
     kept = engine.report()["peak"]

@@ -31,7 +31,7 @@ def each_resting(run: Run, placement: Placement, world: int, job: Job) -> Iterat
     """What of it rests where. Sums of gradients that rest on the device wait for an update elsewhere on the host."""
     for kind in Kind:
         yield kind, placement.of(kind).tier, resting_of(kind, run, placement, world, job)
-    if placement.sums_rest is not placement.grad.tier:
+    if placement.sums_rest is not placement.grad.tier and not job.update_in_backward:
         yield Kind.GRAD, placement.sums_rest, run.repeat * unit_bytes(run, placement, world, job).grad_shard
 
 
@@ -40,6 +40,8 @@ def resting_of(kind: Kind, run: Run, placement: Placement, world: int, job: Job)
     if kind is Kind.PARAM and placement.param.tier is Tier.HOST and placement.optim.tier is Tier.HOST:
         # What is trained is made of its masters there each time: the host keeps nothing twice.
         return run.repeat * (pad(run.frozen, world, ALIGN_NUMEL) // world * job.recipe.weight)
+    if kind is Kind.GRAD and job.update_in_backward and placement.sums_rest is not Tier.DISK:
+        return 0
     if kind is Kind.GRAD and placement.sums_leave and not placement.grad.split and job.accumulation == 1:
         return 0  # nothing is added to whole gradients: each unit's leave their flat as they are reduced
     whole, shard = {

@@ -18,13 +18,14 @@ from naught.accumulation import Accumulation
 from naught.activation_rests import AsItIs, Split
 from naught.agreement import agree, facts_of
 from naught.born import splits
-from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_what_is_not_there_yet
+from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_batch, refuse_what_is_not_there_yet
 from naught.claims import refuse_claimed
 from naught.comm import Among, Group, Ledger, Lineup, Mean, lineup_of, local_of, make_group, standing
 from naught.config import Batch, Config, Source, derive_batch, load
 from naught.data import Loader, loader_of
 from naught.devices import device_for, limit_memory
 from naught.dividing import divide, replace_in_groups
+from naught.early import Early
 from naught.engine import Engine
 from naught.errors import ModelError, UsageError
 from naught.freed_pages import keep_freed_pages
@@ -112,15 +113,17 @@ def initialize(
             membership = Membership(model, membership.groups)
         with group.together():
             batch = derive_batch(settings, group.parts)
+            refuse_batch(settings, batch)
             observer = Observer(settings, watch, group.rank)
             loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
         accumulation = Accumulation(
             batch, group.parts, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
         )
-        passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen))
         limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
+        early = Early(group, chosen, limits) if settings.naught.update_in_backward and chosen is not None else None
+        passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen), early)
         _reserve_on_disk(passes, chosen)
-        stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates)
+        stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates, early)
         engine = Engine(model, settings, accumulation, passes, stepping, observer, _saves(settings, watch, lineup))
         engine.training_dataloader = loader
         engine.watchdog.start()
@@ -169,6 +172,7 @@ def _listen(
     watch: Watch,
     accumulation: Accumulation,
     moments: int,
+    early: Early | None,
 ) -> Passes:
     """Move the model into flats, and listen to it."""
     precision, device = precision_of(settings, accumulation.steps), watch.device
@@ -176,7 +180,8 @@ def _listen(
     around = Surroundings(group, device, watch.meter, accumulation.share, job_of(settings, precision, moments), limits)
     with _limited(device, settings.naught.gpu_memory):
         units = build_units(model, settings, precision, membership, around)
-        schedule = Schedule(units, group, budgets_of(settings, units, precision.weights.itemsize))
+        budgets = budgets_of(settings, units, precision.weights.itemsize, group.parts)
+        schedule = Schedule(units, group, budgets, None if early is None else early.take)
         keep_freed_pages(watch.device)
         return Passes(model, schedule, watch, accumulation.sums_over_ranks)
 
@@ -209,6 +214,7 @@ def _refuse_rule(settings: Config, optimizer: Optimizer | None) -> None:
     for key, wanted, possible in (
         ("small_moments", ours.small_moments, packed),
         ("delay_update_after", ours.delay_update_after is not None, rule.defers),
+        ("update_in_backward", ours.update_in_backward, rule.defers),
     ):
         if wanted and not possible:
             raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from naught.block_norms import norms_of
 from naught.ferry import Ferry, Sent
 from naught.home import GradTypes
-from naught.shelves import Shelf
 from naught.spill import Room
 from naught.streams import Point
+from naught.sum_rooms import SumRoom, SumRooms
 
 __all__ = ["HostSum"]
 
@@ -34,41 +34,28 @@ class _OnHost(NamedTuple):
         return self.home
 
 
-class _Room:
-    """Memory for a sum, and an update that may still read what was here before."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.reader: Future[None] | None = None
-
-    def wait(self) -> None:
-        """Also for one that fails: who needs its result is told."""
-        if self.reader is not None:
-            wait([self.reader])
-            self.reader = None
-
-
 class HostSum:
     """Leaves the device as soon as it is there. Its norm is taken on the way, by the same kernel as that of a sum that stays,
     so that it is the same."""
 
-    def __init__(self, numel: int, types: GradTypes, ferry: Ferry, shelf: Shelf, rooms: int = 1) -> None:
-        self.dtype, self.summed, self.ferry, self.shelf = types.on_host, types.sums, ferry, shelf
-        self.rooms = [_Room(shelf.take(numel, self.dtype, "gradients", travels=True)) for _ in range(rooms)]
+    def __init__(self, numel: int, types: GradTypes, ferry: Ferry, rooms: SumRooms) -> None:
+        self.numel, self.dtype, self.summed, self.ferry, self.rooms = numel, types.on_host, types.sums, ferry, rooms
+        self.room: SumRoom | None = None
         self.sent: Sent | None = None  # None: there is no sum
 
     @property
     def home(self) -> Tensor:
-        return self.rooms[0].memory
+        assert self.room is not None
+        return self.room.memory.view(self.dtype)[: self.numel]
 
     def due(self) -> _OnHost:
         assert self.sent is not None
         return _OnHost(self.home, self.sent.arrived)
 
     def read_by(self, reader: Future[None]) -> None:
-        """An update may read what is here also when it is dropped; the next sum comes to the next room."""
-        self.rooms[0].reader = reader
-        self.rooms.append(self.rooms.pop(0))
+        """An update may read what is here also when it is dropped."""
+        assert self.room is not None
+        self.room.read_by(reader)
 
     @property
     def empty(self) -> bool:
@@ -86,8 +73,9 @@ class HostSum:
         return [] if self.sent is None else self.sent.norms
 
     def add(self, part: Tensor) -> None:
-        self.rooms[0].wait()
-        if self.sent is not None:
+        if self.sent is None:
+            self.room = self.rooms.take()
+        else:
             self.sent.arrived.hold(self.ferry.device)  # what is there is brought up again, and must be there
         self.sent = self.ferry.send(part, self.home, self.summed, onto=self.sent is not None)
 
@@ -103,9 +91,10 @@ class HostSum:
 
     def drop(self) -> None:
         self.sent = None
+        if self.room is not None:
+            self.room.held = False
+            self.room = None
 
     def close(self) -> None:
         self.drop()
-        for room in self.rooms:
-            self.shelf.give_back(room.memory, "gradients")
-            room.memory = room.memory[:0].clone()
+        self.rooms.close()

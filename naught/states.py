@@ -17,7 +17,7 @@ from naught.rules import Hyper, Part, Rule
 from naught.shelves import Shelf
 from naught.spill import Stored
 
-__all__ = ["Cut", "Resting", "States", "Updating"]
+__all__ = ["Cut", "Resting", "States", "Updating", "updating"]
 
 
 class Updating(NamedTuple):
@@ -39,6 +39,16 @@ class Updating(NamedTuple):
         for part in parts:
             for do in part.after:
                 do()
+
+
+def updating(rule: Rule, hypers: Sequence[Hyper], most_numel: int) -> Updating:
+    """An update by the hyperparameters as they are now: what a schedule of the rate writes to them afterwards does not change one
+    that still goes on."""
+    return Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, most_numel)
+
+
+def _as_it_is(hyper: Hyper) -> Hyper:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
 
 
 def _widened(parts: Sequence[Part]) -> list[Part]:

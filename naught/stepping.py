@@ -4,23 +4,29 @@ is said of a step that is skipped."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from naught.early import Early
 from naught.errors import UsageError
-from naught.loss_scale import LossScale
+from naught.loss_scale import FixedScale, LossScale
 from naught.optimizer import Optimizer
 from naught.passes import Passes
-from naught.rules import Hyper
-from naught.states import Updating
+from naught.states import updating
 from naught.strays import Lookout
+from naught.unit import Unit
 from naught.update import Norm, UpdateLimits, update
 
 __all__ = ["Scheduler", "Stepping"]
 
 _LOG = logging.getLogger("naught")
+_PARTLY_UPDATED = (
+    "naught: units are updated in the backward (naught.update_in_backward), and this happened in the middle of it. Some weights "
+    "are new and some are old: load a checkpoint before you go on"
+)
 
 
 class Scheduler(Protocol):
@@ -29,18 +35,20 @@ class Scheduler(Protocol):
     def step(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-def _as_it_is(hyper: Hyper) -> Hyper:
-    """What a schedule of the rate may write to afterwards does not change it."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
-
-
 class Stepping:
     """Takes the steps of training once their gradients are there, and counts them."""
 
     def __init__(
-        self, passes: Passes, optimizer: Optimizer | None, limits: UpdateLimits, scale: LossScale, rates: Scheduler | None
+        self,
+        passes: Passes,
+        optimizer: Optimizer | None,
+        limits: UpdateLimits,
+        scale: LossScale,
+        rates: Scheduler | None,
+        early: Early | None = None,
     ) -> None:
         self.passes, self.optimizer, self.limits, self.scale, self.rates = passes, optimizer, limits, scale, rates
+        self.early = early  # None: all units are updated in the step
         self.scaled = False  # a loss of this step was multiplied by the scale
         self.taken = self.skipped = 0
         self.norm: Norm | None = None  # of the last step; None before the first
@@ -67,20 +75,11 @@ class Stepping:
                 "the loss was not scaled before its backward", fix="call engine.backward(loss) or engine.scale(loss).backward()"
             )
         self.scaled = False
-        self.optimizer.will_step()
         schedule, scale = self.passes.schedule, self.scale.value
-        units = list(schedule.units.values())
-        rule, hypers = self.optimizer.rule, self.optimizer.param_groups
-        how = Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, self.limits.part_numel)
-        delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
-        tell, lookout = self.passes.amiss, self.lookout
-        take = partial(update, units, schedule.group, how, self.limits, scale=scale, tell=tell, lookout=lookout, delayed=delayed)
-        norm = take()
-        if norm is None:
-            self.passes.sum_late()
-            norm = take()
-        assert norm is not None
-        self.norm = norm
+        if self.early is None:
+            self.norm = self._update(self.optimizer, list(schedule.units.values()), scale)
+        else:
+            self.norm = self.early.finish(list(schedule.units.values()), self.passes.amiss)
         self.passes.drop_gradients()
         helps = self.scale.update(overflow=not self.norm.finite)
         if self.applied:
@@ -93,6 +92,52 @@ class Stepping:
             self.skipped += 1
             schedule.forget_plans()  # a parameter that the plan does not know to be used reads as NaN: find it
             _LOG.warning(self._story(self.norm, scale, helps=helps))
+
+    def _update(self, optimizer: Optimizer, units: Sequence[Unit], scale: float) -> Norm:
+        optimizer.will_step()
+        how = updating(optimizer.rule, optimizer.param_groups, self.limits.part_numel)
+        delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
+        group, tell, lookout = self.passes.schedule.group, self.passes.amiss, self.lookout
+        take = partial(update, units, group, how, self.limits, scale=scale, tell=tell, lookout=lookout, delayed=delayed)
+        norm = take()
+        if norm is None:
+            self.passes.sum_late()
+            self.passes.watch.enter("step")  # which closing a pass has left
+            norm = take()
+        assert norm is not None
+        return norm
+
+    def override_scale(self, scale: float) -> None:
+        """Go on with this scale of the loss, whatever comes."""
+        if self.early is not None and scale != 1.0:
+            raise UsageError(
+                f"a scale of {scale:g} is undone before an update, and naught.update_in_backward does not wait for that",
+                fix="leave the scale at 1, or leave the key out",
+            )
+        self.scale = FixedScale(scale)
+
+    def refuse_to_look(self) -> None:
+        """Of gradients there is nothing to be seen between a backward and its step."""
+        if self.early is not None:
+            raise UsageError(
+                "gradients are let go in the backward (naught.update_in_backward)",
+                fix="look at them in hooks of your own on parameters, or leave the key out",
+            )
+
+    def refuse_midway(self) -> None:
+        """Nothing of a step can be taken back that has updated units."""
+        if self.early is not None and self.early.begun:
+            raise UsageError(
+                "the gradients of this backward are in the weights already (naught.update_in_backward), and cannot be let go",
+                fix="call engine.step() after each backward, or leave the key out",
+            )
+
+    def give_up(self, error: BaseException) -> None:
+        """An exception has ended the step."""
+        if self.early is not None:
+            if self.early.begun:
+                error.add_note(_PARTLY_UPDATED)
+            self.early.forget()
 
     def _story(self, norm: Norm, scale: float, *, helps: bool) -> str:
         story = f"step {self.taken + 1} was skipped on all ranks: its gradient norm is not finite"

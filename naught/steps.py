@@ -71,12 +71,12 @@ class UnitBytes:
 class Pass(NamedTuple):
     """Which micro-batch of a step a plan is for. The first finds whole weights stale; the last updates.
 
-    `eager` updates a unit right behind its reduce, which is right only when nothing waits for the norm.
+    `early` updates a unit right behind its reduce, which is right only when nothing waits for the norm.
     """
 
     first: bool = True
     last: bool = True
-    eager: bool = False
+    early: bool = False
 
 
 Placements = Mapping[str, Placement]

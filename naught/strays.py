@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from naught.amiss import Question
 from naught.moments import Wide
 from naught.rooms import STRETCH_NUMEL
 from naught.rounding import Rounds, misfits
@@ -38,9 +40,13 @@ class Lookout:
     def has_stepped(self) -> None:
         self.steps_left = max(0, self.steps_left - 1)
 
-    def none_strayed(self, watched: Sequence[Segment]) -> Tensor:
-        """Whether all weights are what their masters round to, as the device will know."""
-        return torch.stack([~strays.any() for segment in watched for strays in _strays(segment)]).all()
+    def asks_about(self, trained: Sequence[Segment]) -> list[Question]:
+        """Whether all weights are what their masters round to. There may be none to ask about."""
+        watched = self.watched(trained)
+        if not watched:
+            return []
+        fine = torch.stack([~strays.any() for segment in watched for strays in _strays(segment)]).all()
+        return [Question(fine, partial(self.heed, watched))]
 
     def heed_all(self, trained: Sequence[Segment]) -> None:
         """Let masters follow what was written to their weights in whatever way. On an accelerator this may wait."""

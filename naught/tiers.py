@@ -27,6 +27,7 @@ from naught.shelves import HostShelf
 from naught.spill import Desk
 from naught.spill_file import NoFile, UnnamedFile
 from naught.staging import Staging
+from naught.sum_rooms import SumRooms
 
 __all__ = [
     "activation_rest",
@@ -71,9 +72,10 @@ def _disk_side_in(folder: str, config: Config, device: torch.device, meter: Mete
 
 
 def host_side(
-    config: Config, group: Group, device: torch.device, meter: Meter, *, largest_numel: int, most_berths: int
+    config: Config, group: Group, device: torch.device, meter: Meter, *, largest_numel: int, most_berths: int, shared_rooms: int
 ) -> HostSide | None:
-    """What a rank needs on its host; None: nothing can rest there. No part of a flat that travels has more elements."""
+    """What a rank needs on its host; None: nothing can rest there. No part of a flat that travels has more elements. All sums of
+    gradients share so many rooms; 0: each has its own."""
     placement, zero = placement_of(config), config.zero_optimization
     if not placement.travels and config.naught.placement == "stage":
         return None
@@ -83,7 +85,8 @@ def host_side(
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
     apart = around.is_apart(device)
     ferry = Ferry(Staging(device, largest_numel, most_berths if apart else 0), meter, apart=apart)
-    return HostSide(shelf, ferry, hire_crew(device, group), config.naught.host_sums)
+    rooms = SumRooms(shelf, largest_numel, torch.float32, shared_rooms) if shared_rooms else None
+    return HostSide(shelf, ferry, hire_crew(device, group), config.naught.host_sums, rooms)
 
 
 def hire_crew(device: torch.device, group: Group) -> Crew:

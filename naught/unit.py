@@ -61,7 +61,12 @@ class Unit:
     def gather(self) -> None:
         """Start to make the weights whole, if they are not."""
         if not self.present and not self.pending:
-            self.pending = [segment.start_gather(self.name) for segment in self.absentees]
+            try:
+                for segment in self.absentees:
+                    self.pending.append(segment.start_gather(self.name))
+            except BaseException:  # a flat has no memory, say: those of the others are not wanted by themselves
+                self._forget_gather()
+                raise
 
     def join(self) -> None:
         """Take part in a gather that another rank needs, also if this one has the weights."""
@@ -98,13 +103,18 @@ class Unit:
         """Wait for what is under way, let gradients go, and release. Of a gather that fails whoever gathers next is told."""
         for segment in self.trained:
             segment.grads.give_up()
-        if any([pending.fails() for pending in self.pending]):  # all of them: a flat is not freed while something comes to it
-            self.pending.clear()
-            for segment in self.absentees:
-                segment.weights.release()
+        if any([pending.fails() for pending in self.pending]):
+            self._forget_gather()
         else:
             self.ready()
             self.release()
+
+    def _forget_gather(self) -> None:
+        for pending in self.pending:  # all of them: a flat is not freed while something comes to it
+            pending.fails()
+        self.pending.clear()
+        for segment in self.absentees:
+            segment.weights.release()
 
     def outdate(self, *, hide: bool) -> None:
         """Only the owners' slices are new: whole weights must be gathered before they are used again. Hidden, they read
@@ -166,6 +176,11 @@ class Unit:
     def reduce(self) -> None:
         self.start_reduce()
         self.settle()
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether gradients are summed that no update has taken."""
+        return any(not segment.grads.empty for segment in self.trained)
 
     def owes(self, *, last: bool) -> bool:
         """Whether this rank has gradients that must still be collected, or reduced where that is due."""

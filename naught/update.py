@@ -6,24 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from naught.applying import apply
-from naught.block_norms import in_order, norms_of_each, numbers_of
+from naught.amiss import about_husks
+from naught.applying import Courier, apply, unprepared
 from naught.comm import Group
-from naught.errors import UsageError
-from naught.gradients import Gradients
-from naught.husks import Husks, check_husks, untouched
 from naught.segment import Segment
 from naught.states import Updating
 from naught.strays import Lookout
 from naught.unit import Unit
+from naught.verdict import judge, norms_of_slices
 
-__all__ = ["Norm", "UpdateLimits", "misused", "tampered", "update"]
+__all__ = ["Norm", "UpdateLimits", "update"]
 
 
 class Norm(NamedTuple):
@@ -61,13 +55,12 @@ def update(
     delayed: bool = False,
 ) -> Norm | None:
     """Undo the scale of the loss, clip, and apply the rule to what this rank owns. None: a rank has gradients that are not summed
-    yet, so that nothing was done. If the norm is not finite, or something
-    is amiss on any rank, nothing changes on any. What rests on the host may still be updated there when this returns; delayed,
-    its weights follow the update before this one. `tell` says what is amiss, while the device computes the norm. What users have
-    written to weights is heeded first.
+    yet, so that nothing was done. If the norm is not finite, or something is amiss on any rank, nothing changes on any. What
+    rests on the host may still be updated there when this returns; delayed, its weights follow the update before this one.
+    `tell` says what is amiss, while the device computes the norm. What users have written to weights is heeded first.
 
-    The ranks exchange their part of the norm, whether something is amiss, and which parameters they have used: one that
-    no rank used stays as it is.
+    The ranks exchange their part of the norm, whether something is amiss or has come late, and which parameters they have used:
+    one that no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
     used = [flag for segment in trained for flag in segment.grads.used]
@@ -75,93 +68,21 @@ def update(
         for segment in trained:
             segment.heed_writes()
     late = any(unit.owes(last=True) for unit in units)
-    amiss, square = _look(trained, _questions(units, lookout), tell)
-    amiss = amiss or group.noted
-    rows = group.exchange(torch.tensor([amiss is not None, late, square, *used], dtype=torch.float64))
-    if bool(rows[:, 0].any()):
-        group.raise_together(amiss)
-    if bool(rows[:, 1].any()):
+    norms = norms_of_slices(trained)
+    asked = [*about_husks(units), *lookout.asks_about(trained)]
+    verdict = judge(group, norms, asked, lambda: tell() or unprepared(trained, how), late=late, used=used)
+    if verdict is None:
         return None
-    norm = Norm(_root(rows[:, 2].tolist()) / scale)
+    norm = Norm(verdict.norm / scale)
     if norm.finite or not limits.skips:
-        anywhere = iter((rows[:, 3:].amax(0) > 0).tolist())
+        anywhere = iter(verdict.used)
         flags = {segment: [next(anywhere) for _ in segment.grads.used] for segment in trained}
-        coefficient = _coefficient(norm.total, limits.clip) / scale
-        apply(units, how, flags, coefficient, limits.flight_bytes, delayed=delayed)
+        courier = Courier(limits.flight_bytes)
+        apply(units, how, flags, _coefficient(norm.total, limits.clip) / scale, courier, delayed=delayed)
+        courier.arrive()
     else:
         norm = norm._replace(culprit=_culprit(trained))
     return norm
-
-
-def tampered(units: Sequence[Unit]) -> UsageError | None:
-    """What users may have done to parameters that makes a step wrong."""
-    try:
-        check_husks(_husks(units))
-    except UsageError as error:
-        return error
-    return misused(units)
-
-
-def _husks(units: Sequence[Unit]) -> list[Husks]:
-    return [segment.weights.husks for unit in units for segment in unit.segments if not segment.weights.bound]
-
-
-def misused(units: Sequence[Unit]) -> UsageError | None:
-    """The same, as far as no device has to be asked."""
-    for segment in (segment for unit in units for segment in unit.segments):
-        amiss = segment.weights.guard.tell()
-        if amiss is not None:
-            return amiss
-        for slot, param, frozen in zip(segment.layout.slots, segment.weights.params, segment.frozen, strict=True):
-            if frozen and param.requires_grad:
-                return UsageError(
-                    f'parameter "{slot.name}" was frozen when the engine was made and now requires a gradient',
-                    fix="initialize with all that will ever be trained requiring gradients, and freeze it then",
-                )
-    return None
-
-
-class _Question(NamedTuple):
-    """Whether weights are as they should be, as the device will know; and what to do if they are not."""
-
-    fine: Tensor
-    otherwise: Callable[[], None]
-
-
-def _questions(units: Sequence[Unit], lookout: Lookout) -> list[_Question]:
-    asked = []
-    if husks := _husks(units):
-        asked.append(_Question(untouched(husks), partial(check_husks, husks)))
-    if watched := lookout.watched([segment for unit in units for segment in unit.trained]):
-        asked.append(_Question(lookout.none_strayed(watched), partial(lookout.heed, watched)))
-    return asked
-
-
-def _look(
-    trained: Sequence[Segment], asked: Sequence[_Question], tell: Callable[[], Exception | None]
-) -> tuple[Exception | None, float]:
-    """What is amiss, such as a husk that was written to, and the sum of squares of this rank's slices: the same at every stage
-    and on every tier. This is where the host waits for its device."""
-    found = _norms([segment.grads for segment in trained if segment.counts])
-    count = sum(norms.numel() for norms in found)
-    found += [question.fine.double().reshape(1) for question in asked]
-    squares = torch.cat(found).square_() if found else None
-    amiss = tell()
-    numbers = [] if squares is None else numbers_of(squares)
-    for question, fine in zip(asked, numbers[count:], strict=True):
-        try:
-            if not fine:
-                question.otherwise()
-        except UsageError as error:
-            amiss = amiss or error
-    return amiss, in_order(numbers[:count])
-
-
-def _norms(trained: Sequence[Gradients]) -> list[Tensor]:
-    """Of the blocks of this rank's slices, in their order: those of slices that are on the device are read together."""
-    found = [grads.slice_or_norms() for grads in trained]
-    read = iter(norms_of_each([each for each in found if isinstance(each, Tensor)]))
-    return [norms for each in found for norms in (next(read) if isinstance(each, Tensor) else each)]
 
 
 def _culprit(trained: Sequence[Segment]) -> str | None:
@@ -179,11 +100,6 @@ def _culprit(trained: Sequence[Segment]) -> str | None:
             if not bool(part.isfinite().all()):
                 return slot.name
     return None
-
-
-def _root(squares: list[float]) -> float:
-    """Ranks added in their order."""
-    return math.sqrt(in_order(squares))
 
 
 def _coefficient(norm: float, clip: float) -> float:

@@ -55,15 +55,18 @@ def whole_working_set(placed: tuple[PlacedRun, ...], world: int, job: Job) -> Wo
             sizes[f"{at}.{unit}"] = size
             outer += [f"{at}.{unit}"] if run.outer else []
     inner = [unit for unit in sizes if unit not in outer]
-    budgets = _one_ahead([sizes[unit] for unit in outer], [sizes[unit] for unit in inner])
-    plan = compile_plan(_one_pass(outer, inner), placements, sizes, budgets=budgets, which=Pass())
+    budgets = _one_ahead([sizes[unit] for unit in outer], [sizes[unit] for unit in inner], world)
+    plan = compile_plan(_one_pass(outer, inner), placements, sizes, budgets=budgets, which=Pass(early=job.update_in_backward))
     peaks = simulate(plan.steps, placements, sizes)
     staging = peaks.buffers[Buffer.LOADED_GRADS] + peaks.buffers[Buffer.SCRATCH]
     # Where whole gradients are collected, the latest is there twice for a moment.
     twice = max((size.grads for unit, size in sizes.items() if size.trained and not placements[unit].sums_leave), default=0)
-    gathered = max(0, peaks.passing[Tier.DEVICE] - staging) + twice
+    # Gradients that are gone before the next unit's are on their way, too; on the host they are in rooms of a constant size.
+    on_device = (peaks.tiers if job.update_in_backward else peaks.passing)[Tier.DEVICE]
+    kinds = (Buffer.GRAD_FLATS, Buffer.WHOLE_GRADS, Buffer.OWNED_GRADS) if job.update_in_backward else (Buffer.GRAD_FLATS,)
+    gathered = max(0, on_device - staging) + twice
     on_host = peaks.passing[Tier.HOST] + read_room_bytes(plan.steps, sizes)
-    return Work(gathered, staging, on_host, min(gathered, peaks.buffers[Buffer.GRAD_FLATS] + twice))
+    return Work(gathered, staging, on_host, min(gathered, sum(peaks.buffers[kind] for kind in kinds) + twice))
 
 
 def _one_pass(outer: Sequence[str], inner: Sequence[str]) -> list[Event]:
@@ -76,7 +79,7 @@ def _one_pass(outer: Sequence[str], inner: Sequence[str]) -> list[Event]:
     return around(Moment.ENTER, Moment.EXIT, inner) + around(Moment.GRAD, Moment.DONE, inner[::-1])
 
 
-def _one_ahead(outer: Sequence[UnitBytes], inner: Sequence[UnitBytes]) -> Budgets:
+def _one_ahead(outer: Sequence[UnitBytes], inner: Sequence[UnitBytes], world: int) -> Budgets:
     """Room for two of the largest ahead of their use, as the engine has it, and for the states of the one in use and the next."""
 
     def pair(nbytes: Callable[[UnitBytes], int]) -> int:
@@ -88,5 +91,5 @@ def _one_ahead(outer: Sequence[UnitBytes], inner: Sequence[UnitBytes]) -> Budget
         load_bytes=pair(lambda size: size.weight_shard),
         read_weight_bytes=2 * max((size.weight_shard for size in [*outer, *inner]), default=0),
         read_state_bytes=pair(lambda size: size.state_shard),
-        overlap_reduce=True,
+        overlap_reduce=world > 1,
     )

@@ -257,7 +257,7 @@ def test_nothing_is_kept_over_its_own_update():
     events = [Event(moment, "b") for moment in (Moment.ENTER, Moment.EXIT, Moment.GRAD, Moment.DONE, Moment.ENTER, Moment.EXIT)]
     for stage, gathers in ((2, 2), (3, 2)):
         placed = {"b": place_stage(stage)}
-        plan = compile_plan(events, placed, EVEN, budgets=Budgets(10**6, 10**6, 0, 0, 0, 10**6), which=Pass(eager=True))
+        plan = compile_plan(events, placed, EVEN, budgets=Budgets(10**6, 10**6, 0, 0, 0, 10**6), which=Pass(early=True))
         verbs = [step.verb for step in plan.steps]
         assert verbs.count(Verb.GATHER) == gathers
         assert verbs.index(Verb.UPDATE) < len(verbs) - 1 - verbs[::-1].index(Verb.GATHER)
@@ -340,9 +340,13 @@ def test_a_reduce_is_waited_for_before_the_next_one_and_its_sum_before_it_is_nee
     )
     placed = dict.fromkeys(("b", "c"), PLACEMENTS["stage2-offload"])
     steps = compile_plan(one_pass(("b", "c")), placed, EVEN, budgets=budgets, which=Pass()).steps
-    assert "reduce.g.c settle.g.c store.g.c" in words(steps)
-    eager = compile_plan(one_pass(("b",)), {"b": place_stage(2)}, EVEN, budgets=budgets, which=Pass(eager=True)).steps
-    assert "reduce.g.b settle.g.b update.o.b" in words(eager)
+    shown = words(step for step in steps if step.kind is Kind.GRAD)
+    assert "reduce.g.c leave.g.c collect.g.b use.g.b settle.g.c store.g.c reduce.g.b leave.g.b settle.g.b store.g.b norm" in shown
+    steps = compile_plan(one_pass(("b", "c")), placed, EVEN, budgets=budgets, which=Pass(early=True)).steps
+    assert "use.g.b settle.g.c store.g.c update.o.c load.p.c reduce.g.b" in words(steps), "an early update follows its sum"
+    again = [Event(Moment.GRAD, "c"), Event(Moment.DONE, "c")]
+    steps = compile_plan([*one_pass(("b", "c")), *again], placed, EVEN, budgets=budgets, which=Pass()).steps
+    assert "settle.g.b store.g.b" in words(steps).partition("collect.g.c")[2]
 
 
 def test_states_are_read_one_unit_ahead_of_their_update():
@@ -411,8 +415,8 @@ def test_a_unit_within_itself_is_released_once_at_its_end():
 def test_a_late_gradient_reduces_split_gradients_again_and_whole_ones_once():
     events = [Event(m, "b") for m in (Moment.ENTER, Moment.EXIT, Moment.GRAD, Moment.DONE, Moment.DONE)]
     for stage, reduces in ((0, 1), (1, 1), (2, 2), (3, 2)):
-        for eager in (False, True):
-            verbs = Counter(step.verb for step in expand(events, {"b": place_stage(stage)}, EVEN, Pass(eager=eager)))
+        for early in (False, True):
+            verbs = Counter(step.verb for step in expand(events, {"b": place_stage(stage)}, EVEN, Pass(early=early)))
             assert (verbs[Verb.REDUCE], verbs[Verb.UPDATE]) == (reduces, 1)
 
 
@@ -428,11 +432,11 @@ def test_a_forward_without_a_backward_updates_nothing():
     assert verbs == {Verb.GATHER, Verb.USE, Verb.LEAVE, Verb.RELEASE}
 
 
-def test_updates_come_in_the_order_of_the_next_forward_unless_they_are_eager():
+def test_updates_come_in_the_order_of_the_next_forward_unless_they_are_early():
     placed = dict.fromkeys(UNITS, place_stage(2))
     late, early = (
-        [step.unit for step in expand(one_pass(UNITS), placed, EVEN, Pass(eager=eager)) if step.verb is Verb.UPDATE]
-        for eager in (False, True)
+        [step.unit for step in expand(one_pass(UNITS), placed, EVEN, Pass(early=early)) if step.verb is Verb.UPDATE]
+        for early in (False, True)
     )
     assert late == list(UNITS)
     assert early == list(reversed(UNITS))

@@ -57,6 +57,8 @@ def cases(folder: str, size: int = 1) -> dict[str, tuple[int, dict, dict]]:
         "stage 2": (2, {}, {}),
         "stage 3": (3, SPREAD, {}),
         "stage 3, small units whole": (3, {}, {}),
+        "updates in the backward": (1, {}, {"naught": {"update_in_backward": True}}),
+        "updates in the backward on the host": (2, {"offload_optimizer": HOST}, {"naught": {"update_in_backward": True}}),
         "optimizer on the host": (2, {"offload_optimizer": HOST}, {}),
         "narrow gradients on the host": (2, {"offload_optimizer": HOST}, {"naught": {"wide_gradients": False}}),
         "everything on the host": (3, {"offload_optimizer": HOST, "offload_param": HOST, **SPREAD}, {}),
@@ -100,7 +102,12 @@ def settings(case: str, folder: str, size: int) -> dict:
     stage, zero, naught = cases(folder, size)[case]
     accumulation, more = {1: (1, {}), 2: (3, BF16), 4: (1, SMALL)}[size]
     more = more | naught | {"naught": {**more.get("naught", {}), **naught.get("naught", {})}}
-    return config_of(stage, accumulation=accumulation, clip=1.0, more=more, **zero)
+    return config_of(stage, **steps_of(case, accumulation), more=more, **zero)
+
+
+def steps_of(case: str, accumulation: int) -> dict[str, float]:
+    """Updates in the backward wait neither for another micro-batch nor for the norm."""
+    return {"accumulation": 1, "clip": 0.0} if case.startswith("updates") else {"accumulation": accumulation, "clip": 1.0}
 
 
 def real(case: str, folder: str, size: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -293,7 +300,7 @@ def test_the_timeline_moves_what_is_counted(case, accumulation):
     stage, zero, more = cases("/nowhere")[case]
     with torch.device("meta"):
         ids, thought = torch.zeros(SAMPLES, 16, dtype=torch.long), model(recomputes=recomputes(case, 1))
-    config = config_of(stage, accumulation=accumulation, clip=1.0, more=BF16 | more, **zero)
+    config = config_of(stage, **steps_of(case, accumulation), more=BF16 | more, **zero)
     found = simulate(thought, config, World(4), lambda run: run(ids, ids))
     machine = Machine(ranks=4, gpu=Gpu(1, 1e12, 1e9, 1e9), network_bytes_s=1e9, host_bytes_s=4e9, disk_bytes_s=1e9)
     busy = {lane: seconds * 1e9 for lane, seconds in pace(found.course, machine).busy.items()}
@@ -435,6 +442,39 @@ def test_an_optimizer_on_the_host_by_hand():
         ("down: store", "b", 22, 25),
     ]
     assert pace(course, Machine(gpu=Gpu(1, 1.0, 4.0, 1.0), host_bytes_s=100.0, update_numel_s=1.0)).seconds == 23
+
+
+def test_updates_in_the_backward_by_hand():
+    """From one norm to the next. Two sums have room on the host: that of a waits until the update of c is over, at 0, and with it
+    the norm, which was due at -3. Before it c has been stored from -7 to -4 and b from -4 to -1.
+
+    down     store a 0-3
+    host     b 0-4        a 4-8
+    up       load c 0-2, b 4-6, a 8-10
+    compute  forward a 10-11, b 11-12, c 12-13; backward c 13-15, b 15-17, a 17-19
+    down     store c 15-18, b 18-21
+    host     c 18-22: the norm
+    """
+    course, steps = offloaded(), []
+    for step in course.steps:
+        steps += [step, Step(Verb.UPDATE, Kind.OPTIM, step.unit)] if step.verb is Verb.STORE else [step]
+    assert sorted(bars(replace(course, steps=steps), update_numel_s=1.0), key=lambda bar: bar[2:]) == [
+        ("up: load", "c", 0, 2),
+        ("down: store", "a", 0, 3),
+        ("host: update", "b", 0, 4),
+        ("up: load", "b", 4, 6),
+        ("host: update", "a", 4, 8),
+        ("up: load", "a", 8, 10),
+        ("compute: forward", "a", 10, 11),
+        ("compute: forward", "b", 11, 12),
+        ("compute: forward", "c", 12, 13),
+        ("compute: backward", "c", 13, 15),
+        ("compute: backward", "b", 15, 17),
+        ("down: store", "c", 15, 18),
+        ("compute: backward", "a", 17, 19),
+        ("down: store", "b", 18, 21),
+        ("host: update", "c", 18, 22),
+    ]
 
 
 def test_new_weights_that_are_not_due_keep_nobody_from_the_link():

@@ -225,6 +225,8 @@ def _job(options: argparse.Namespace, config: Config | None, world: int) -> Job:
         given["host_sums"] = config.naught.host_sums
     flags = {"micro_batch": options.batch, "seq": options.seq, "accumulation": options.accumulation}
     given |= {name: value for name, value in flags.items() if value is not None}
+    if config is not None:  # with more micro-batches it would be refused
+        given["update_in_backward"] = config.naught.update_in_backward and given.get("accumulation", 1) == 1
     if options.activations != "auto":
         given["checkpointing"] = Checkpointing(options.activations)
     return Job(**given)

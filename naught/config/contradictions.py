@@ -19,7 +19,7 @@ class Conflict(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Conflict]:
-    for rule in (_precision, _offload, _delay, _resting, _pool, _batch, _loss_scale, _schedule, _clipping, _momentum):
+    for rule in (_precision, _offload, _delay, _early, _resting, _pool, _batch, _loss_scale, _schedule, _clipping, _momentum):
         yield from rule(config)
 
 
@@ -95,6 +95,33 @@ def _delay(config: Config) -> Iterator[Conflict]:
         paths = ("naught.delay_update_after", "zero_optimization.offload_param")
         what = "weights that rest on the host are made of what is updated there: they cannot follow later"
         yield Conflict(paths, what, "keep the parameters on the device, or do not delay")
+
+
+def _early(config: Config) -> Iterator[Conflict]:
+    """What an update in the backward cannot wait for."""
+    key, ours = "naught.update_in_backward", config.naught
+    if not ours.update_in_backward:
+        return
+    if config.gradient_clipping and "gradient_clipping" not in config.auto:
+        shown = "" if "gradient_clipping" in config.model_fields_set else " (the default)"
+        what = f"clipping at {config.gradient_clipping:g}{shown} needs the norm of all gradients, known after the last update"
+        yield Conflict((key, "gradient_clipping"), what, "set gradient_clipping to 0, or leave update_in_backward out")
+    for block, path, what in (
+        (config.fp16.enabled, "fp16.enabled", "fp16 has to know whether any gradient overflows before it updates"),
+        (ours.delay_update_after is not None, "naught.delay_update_after", "updates come either in the backward or a step late"),
+        (
+            not config.managed_gradient_accumulation,
+            "managed_gradient_accumulation",
+            "who counts micro-batches says too late which is the last",
+        ),
+        (
+            (config.gradient_accumulation_steps or 1) > 1,
+            "gradient_accumulation_steps",
+            "gradients that are summed over micro-batches have to stay",
+        ),
+    ):
+        if block:
+            yield Conflict((key, path), what, "keep one of the two")
 
 
 def _resting(config: Config) -> Iterator[Conflict]:

@@ -109,6 +109,13 @@ class Naught(Block):
             "beside the whole of the next step (40: step 41 is the first of these). This changes the mathematics; null: never"
         ),
     ] = None
+    update_in_backward: Annotated[
+        Flag,
+        Key(
+            "each unit is updated in the backward, as soon as its gradients are summed, and these are let go: no gradients rest "
+            "anywhere. For one backward a step, without clipping and fp16; the result is the same as without"
+        ),
+    ] = False
     async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
     keep_last: Annotated[
         Positive | None, Key("how many of the newest checkpoints stay when one more has been saved; null and no keep_every: all")

@@ -59,6 +59,7 @@ def expect(model: nn.Module, recipe: Recipe, batch: Batch, world: int) -> Expect
         checkpointing=checkpointing,
         wide_gradients=precision_of(recipe, batch.accumulation).wide,
         host_sums=recipe.naught.host_sums,
+        update_in_backward=recipe.naught.update_in_backward,
     )
     runs = model_of(model).runs
     activations = _activations(model, recipe, batch.micro)

@@ -1,0 +1,361 @@
+"""Updates in the backward: a unit is updated as soon as its gradients are summed, which are let go; training is the same."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from menagerie import MODELS
+from test_offload import BF16, HOST, ON_GPU, PLACES, SMALL
+from test_parity import SOAK, assert_ranks_agree
+from torch import nn
+from training import (
+    DEVICE,
+    batch_of,
+    config_of,
+    digest_in_32_bits,
+    digest_of_weights,
+    engine_of,
+    my_rank,
+    start,
+    take_steps,
+    train,
+)
+
+from naught import initialize
+from naught.engine import Engine
+from naught.errors import ConfigError, ScheduleError, UsageError
+from naught.estimate import forecast
+from naught.fragments import safe_get_full_grad
+from naught.holding import Buffer
+from naught.job import ActivationBytes, Checkpointing, Job
+from naught.machine import Machine
+from naught.placement import PLACEMENTS, Tier
+from naught.shapes import Run
+from naught.sizes import PlacedRun
+
+EARLY = {"naught": {"update_in_backward": True}}
+STAGES = {f"stage{stage}": (stage, {}) for stage in range(4)} | PLACES
+NOTHING = ActivationBytes(0, 0, 0, "nothing")
+
+
+def early(more: dict[str, Any] | None = None) -> dict[str, Any]:
+    more = more or {}
+    return more | {"naught": more.get("naught", {}) | EARLY["naught"]}
+
+
+def start_early(stage: int, name: str = "plain", more: dict[str, Any] | None = None, **options: Any) -> Engine:
+    return start(stage, name, more=early(more), **options)
+
+
+# --- bit for bit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_the_same_as_with_updates_in_the_step(two, name):
+    """Not at every stage here: that all of them agree other tests show."""
+    for place in STAGES if SOAK else ("stage1", "stage3", "stage2-offload"):
+        stage, zero = STAGES[place]
+        late, soon = two.reference(train, name, stage, **zero), two.run(train, name, stage, more=EARLY, **zero)
+        assert_ranks_agree([soon])
+        assert soon == late, place
+
+
+SELECTION = [
+    ("plain", 1, "stage0", BF16),
+    ("tied", 3, "stage2", SMALL),
+    ("lora", 1, "half", BF16),
+    ("block_used_twice", 3, "infinity-host", {}),
+    ("experts_by_rank_and_batch", 3, "stage2-offload", BF16),
+    ("block_skipped_on_one_rank", 3, "stage1", {"naught": {"lazy_weights": True}}),
+    ("checkpoint_reentrant", 1, "infinity-host", SMALL),
+    ("unused_parameters", 3, "stage3-offload", BF16 | {"naught": {"lazy_weights": False}}),
+    ("plain", 1, "param-only", BF16),
+    ("plain", 1, "stage2-offload", BF16 | {"naught": {"wide_gradients": False}}),
+    ("plain", 1, "stage3", BF16 | {"naught": {"small_moments": True}}),
+    ("plain", 3, "stage3", {"zero_optimization": {"stage": 3, "overlap_comm": False}}),
+    ("convolution", 3, "stage1-offload", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "place", "more"),
+    [case for case in product(MODELS, (1, 3), STAGES, ({}, BF16, SMALL)) if case[2:] != ("stage0", SMALL)] if SOAK else SELECTION,
+)
+def test_more_ranks_places_and_precisions(worlds, name, size, place, more):
+    stage, zero = STAGES[place]
+    late = worlds[size].reference(train, name, stage, more=more, **zero)
+    assert worlds[size].run(train, name, stage, more=early(more), **zero) == late
+
+
+def train_pooled(folder: str | None, soon: bool) -> tuple[list[float], str, set[str]]:
+    limits = {"placement": "auto", "gpu_memory": "300kB", "host_memory": "450kB" if folder else "1MB", "activation_memory": 1}
+    more = BF16 | {"naught": limits | ({"nvme_path": folder} if folder else {}) | {"update_in_backward": soon}}
+    engine = start(3, more=more | {"aio": {"block_size": 16384, "queue_depth": 2}}, stage3_prefetch_bucket_size=0)
+    places = {str(unit.placement.optim.tier) for unit in engine.schedule.units.values()}
+    losses = take_steps(engine, 4)
+    found = losses, digest_in_32_bits(engine), places
+    engine.destroy()
+    return found
+
+
+@pytest.mark.skipif(ON_GPU, reason="what is updated where depends on what fits, and kernels differ")
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_pool_puts_more_near_and_trains_the_same(two, tmp_path, disk):
+    folder = str(tmp_path) if disk else None
+    late, soon = (two.run(train_pooled, folder, soon) for soon in (False, True))
+    assert [(losses, weights) for losses, weights, _ in soon] == [(losses, weights) for losses, weights, _ in late]
+
+
+def test_states_on_disk_too(two, tmp_path):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"offload_optimizer": disk, "offload_param": disk}
+    assert two.run(train, "plain", 3, more=early(BF16), **zero) == two.run(train, "plain", 3, more=BF16, **zero)
+
+
+def write_between(soon: bool, through_data: bool) -> tuple[list[float], str]:
+    engine = start_early(2, more=BF16) if soon else start(2, more=BF16)
+    losses = take_steps(engine, 2)
+    for param in engine.module.parameters():
+        with torch.no_grad():
+            (param.data if through_data else param).mul_(0.5)
+    losses += take_steps(engine, 2, first=2)
+    return losses, digest_in_32_bits(engine)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_what_is_written_between_steps_is_kept(two, through_data):
+    assert two.run(write_between, True, through_data) == two.run(write_between, False, through_data)
+
+
+def save_and_go_on(folder: str, soon: bool) -> tuple[list[float], str]:
+    engine = start_early(2, more=BF16, offload_optimizer=HOST)
+    take_steps(engine, 2)
+    engine.save_checkpoint(folder)
+    take_steps(engine, 1, first=2)
+    engine = start_early(3, more=BF16, offload_optimizer=HOST) if soon else start(3, more=BF16, offload_optimizer=HOST)
+    engine.load_checkpoint(folder)
+    return take_steps(engine, 2, first=2), digest_in_32_bits(engine)
+
+
+def test_checkpoints_do_not_know_how_they_were_trained(two, tmp_path):
+    soon, late = (two.run(save_and_go_on, str(tmp_path / str(soon)), soon) for soon in (True, False))
+    assert soon == late
+
+
+# --- what it is for ---------------------------------------------------------------------------------------------------
+
+
+def updated_when(stage: int, zero: dict[str, Any]) -> tuple[list[str], list[str], int]:
+    """The units that are updated when the backward has returned, in their order, those that are not, and the steps taken."""
+    engine = start_early(stage, more=BF16, **zero)
+    take_steps(engine, 1)
+    engine.backward(engine(batch_of(1, my_rank())))
+    updated = [unit.name for unit in engine.stepping.early.norms]
+    left = [unit.name for unit in engine.schedule.units.values() if unit not in engine.stepping.early.norms]
+    engine.step()
+    return updated, left, engine.global_steps
+
+
+@pytest.mark.parametrize("place", ["stage2", "stage3", "stage2-offload", "infinity-host"])
+def test_units_are_updated_in_the_backward_last_ones_first(two, place):
+    for updated, left, steps in two.run(updated_when, *STAGES[place]):
+        assert updated == ["head", "blocks.2", "blocks.1"]
+        assert left == ["", "tok", "blocks.0"], "the reduce of a block goes on beside what is left of the backward"
+        assert steps == 2
+
+
+def held_by(layers: int, stage: int, zero: dict[str, Any], soon: bool) -> tuple[dict[str, int], dict[str, int]]:
+    torch.manual_seed(0)
+    ours = {"stage3_prefetch_bucket_size": 0} if stage == 3 else {}
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(layers)))
+    more = early(BF16) if soon else BF16
+    engine = engine_of(nn.Sequential(nn.Linear(64, 64), model), config_of(stage, more=more, **zero, **ours))
+    for _ in range(3):
+        loss = engine(torch.randn(2, 64, device=DEVICE, dtype=torch.bfloat16)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    found = engine.report()["peak"], engine.planned()
+    engine.destroy()
+    return found
+
+
+KINDS = [*(kind.value for kind in (Buffer.WHOLE_GRADS, Buffer.OWNED_GRADS, Buffer.GRAD_FLATS)), "host gradients"]
+
+
+@pytest.mark.parametrize("place", ["stage0", "stage1", "stage2", "stage3", "stage2-offload", "infinity-host"])
+def test_gradients_take_as_much_however_deep_a_model_is_and_as_planned(two, place):
+    stage, zero = STAGES[place]
+    few, many, late = (two.run(held_by, layers, stage, zero, soon) for layers, soon in ((4, True), (12, True), (12, False)))
+    for (held, planned), (deep, deep_planned), (waiting, _) in zip(few, many, late, strict=True):
+        assert {kind: held.get(kind, 0) for kind in KINDS} == {kind: deep.get(kind, 0) for kind in KINDS}
+        for found, said in ((held, planned), (deep, deep_planned)):
+            assert {kind: found.get(kind, 0) for kind in KINDS} == {kind: said.get(kind, 0) for kind in KINDS}
+        assert sum(deep.get(kind, 0) for kind in KINDS) < sum(waiting.get(kind, 0) for kind in KINDS) / 2
+
+
+@pytest.mark.parametrize("name", ["stage0", "stage1", "stage2", "stage3", "stage2-offload", "infinity-host"])
+def test_a_forecast_has_gradients_of_no_more_than_a_few_units(name):
+    def held(units: int, soon: bool) -> dict[Tier, int]:
+        job = Job(checkpointing=Checkpointing.NONE, update_in_backward=soon)
+        found = forecast("x", [PlacedRun(Run("block", 1 << 20, units), PLACEMENTS[name])], NOTHING, Machine(ranks=2), job)
+        return {tier: found.total(tier) for tier in Tier}
+
+    placement = PLACEMENTS[name]
+    tier = placement.sums_rest
+    each = 4 if tier is Tier.HOST else 2
+    saved = {units: held(units, False)[tier] - held(units, True)[tier] for units in (8, 24)}
+    share = 1 if not placement.grad.split and tier is Tier.DEVICE else 2
+    assert saved[24] - saved[8] == 16 * each * (1 << 20) // share, "for each unit more the gradients of one"
+
+
+# --- what it cannot be beside, and what happens in the middle ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"gradient_clipping": 1.0}, r"clipping at 1 needs the norm of all gradients.*set gradient_clipping to 0"),
+        ({"fp16": {"enabled": True}}, "fp16 has to know whether any gradient overflows"),
+        ({"gradient_accumulation_steps": 2}, "gradients that are summed over micro-batches have to stay"),
+        ({"managed_gradient_accumulation": False}, "who counts micro-batches says too late"),
+        ({"train_batch_size": 4, "gradient_accumulation_steps": None}, "a step has 2 of them.*zero.Vertical"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": HOST}, "naught": EARLY["naught"] | {"delay_update_after": 1}},
+            "updates come either in the backward or a step late",
+        ),
+    ],
+)
+def test_what_would_have_to_wait_is_refused(more, words):
+    config = {key: value for key, value in (config_of(2, more=EARLY) | more).items() if value is not None}
+    with pytest.raises((ConfigError, UsageError), match=words):
+        engine_of(MODELS["plain"](), config)
+
+
+def test_that_clipping_is_the_default_is_said():
+    config = config_of(2, more=EARLY)
+    del config["gradient_clipping"]
+    with pytest.raises(ConfigError, match=r"clipping at 1 \(the default\) needs the norm"):
+        engine_of(MODELS["plain"](), config)
+
+
+def test_an_optimizer_that_works_in_step_is_refused():
+    model = MODELS["plain"]().to(DEVICE)
+    config = config_of(2, more=EARLY)
+    del config["optimizer"]
+    with pytest.raises(UsageError, match=r"update_in_backward is not for this optimizer \(NAdam\)"):
+        initialize(model=model, optimizer=torch.optim.NAdam(model.parameters(), lr=1e-3), config=config)
+
+
+def mistakes(place: str) -> list[str]:
+    stage, zero = STAGES[place]
+    stories = []
+
+    def told(engine: Engine, do: Any) -> None:
+        take_steps(engine, 1)
+        with pytest.raises((UsageError, ScheduleError)) as caught:
+            do(engine)
+        stories.append(" ".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+        engine.destroy()
+
+    def backward(engine: Engine) -> None:
+        engine.backward(engine(batch_of(1, my_rank())))
+
+    def twice(engine: Engine) -> None:
+        backward(engine)
+        backward(engine)
+        engine.step()
+
+    def unsynced(engine: Engine) -> None:
+        with engine.no_sync():
+            backward(engine)
+
+    def take_back(engine: Engine) -> None:
+        backward(engine)
+        engine.zero_grad()
+
+    def read(engine: Engine) -> None:
+        backward(engine)
+        safe_get_full_grad(next(engine.module.parameters()))
+
+    def infinite(engine: Engine) -> None:
+        engine.backward(engine(batch_of(1, my_rank())) * (float("inf") if my_rank() == 0 else 1.0))
+        engine.step()
+
+    def late(engine: Engine) -> None:
+        backward(engine)
+        with engine.gathered():  # the pass is over
+            param = next(engine.module.parameters())
+        param.grad = torch.ones_like(param) if my_rank() == 0 else None
+        engine.step()
+
+    for do in (twice, unsynced, take_back, read, infinite, late, lambda engine: engine.override_loss_scale(2.0)):
+        told(start_early(stage, more=BF16, **zero), do)
+    told(start_early(stage, more=BF16, **zero), lambda engine: engine.set_train_batch_size(engine.train_batch_size() * 2))
+    return stories
+
+
+@pytest.mark.parametrize("place", ["stage2", "stage3", "stage2-offload"])
+def test_mistakes_are_told_on_every_rank_alike(two, place):
+    ranks = two.run(mistakes, place)
+    wanted = (
+        "a step is one forward and one backward",
+        "this one does not end its step",
+        "are in the weights already",
+        "let go in the backward",
+        "the gradients of this step are not finite, and units have been updated with them",
+        "some rank has gradients that came after the update of their unit",
+        "a scale of 2 is undone before an update",
+        "a step has 2 of them",
+    )
+    for stories in ranks:
+        for story, words in zip(stories, wanted, strict=True):
+            assert words in story
+        for at in (0, 4, 5):
+            assert "Some weights are new and some are old: load a checkpoint" in stories[at]
+
+
+class Fails(nn.Module):
+    """In its backward, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(self._look)
+        return x
+
+    def _look(self, grad: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("in the middle of it")
+        return grad
+
+
+def fail_and_load(folder: str) -> tuple[list[str], str, str]:
+    torch.manual_seed(0)
+    model = MODELS["plain"]()
+    fails = Fails()
+    model.blocks.insert(1, fails)
+    engine = engine_of(model, config_of(3, more=early(BF16), offload_optimizer=HOST, offload_param=HOST))
+    take_steps(engine, 2)
+    engine.save_checkpoint(folder)
+    take_steps(engine, 1, first=2)
+    once = digest_of_weights(engine)
+    engine.load_checkpoint(folder)
+    fails.fails = True
+    with pytest.raises(ValueError, match="in the middle of it") as caught:
+        engine.backward(engine(batch_of(2, my_rank())))
+    fails.fails = False
+    engine.load_checkpoint(folder)
+    take_steps(engine, 1, first=2)
+    return getattr(caught.value, "__notes__", []), once, digest_of_weights(engine)
+
+
+def test_an_exception_in_the_middle_says_what_it_leaves_and_a_checkpoint_mends_it(two, tmp_path):
+    for notes, once, again in two.run(fail_and_load, str(tmp_path)):
+        assert any("Some weights are new and some are old: load a checkpoint" in note for note in notes)
+        assert once == again

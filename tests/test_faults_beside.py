@@ -1,0 +1,260 @@
+"""Faults of one rank while others go on, and in threads beside training: all hear of them, nothing is torn, nothing is kept."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from menagerie import DEVICE, MODELS
+from torch import Tensor, nn
+from training import config_of, digest_of_weights, my_rank, start, take_steps
+
+from naught import applying, host_crew
+from naught.beside import Beside
+from naught.comm.wires import Alone, Collectives, Peers
+from naught.errors import ModelError, UsageError
+from naught.ferry import Arrival, Ferry
+from naught.flat import Flat, Meter
+from naught.holding import Buffer
+from naught.host_crew import HostCrew
+from naught.rounding import half_up
+from naught.shelves import DeviceShelf
+from naught.staging import Staging
+from naught.start import initialize
+from naught.streams import Point
+
+# --- on one rank alone ---
+
+
+def no_room_for_moments(stage: int) -> tuple[str, bool]:
+    engine, take = start(stage), DeviceShelf.take
+
+    def fails(self: DeviceShelf, numel: int, dtype: torch.dtype, category: str, *, travels: bool = False) -> Tensor:
+        if category == "states" and my_rank() == 1:
+            raise torch.OutOfMemoryError("no room for moments")
+        return take(self, numel, dtype, category, travels=travels)
+
+    DeviceShelf.take = fails  # type: ignore[method-assign]
+    before = digest_of_weights(engine)
+    try:
+        with pytest.raises((torch.OutOfMemoryError, UsageError), match="no room for moments") as caught:
+            take_steps(engine, 1)
+    finally:
+        DeviceShelf.take = take  # type: ignore[method-assign]
+    assert (caught.type is UsageError) == (my_rank() == 0), "the others hear which rank it was"
+    unchanged = digest_of_weights(engine) == before
+    take_steps(engine, 2)
+    return digest_of_weights(engine), unchanged
+
+
+def two_steps(stage: int) -> str:
+    engine = start(stage)
+    take_steps(engine, 2)
+    return digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_without_memory_for_its_moments_ends_the_step_on_all_before_anything_changes(two, stage):
+    assert two.run(no_room_for_moments, stage) == [(digest, True) for digest in two.run(two_steps, stage)]
+
+
+def refused_on_one_rank() -> str:
+    model = MODELS["plain"]().to(DEVICE)
+    if my_rank() == 1:
+        model.head.weight.data = torch.ones(1, 1, device=DEVICE).expand(model.head.weight.shape)
+    with pytest.raises(ModelError, match=r'"head.weight" was expanded') as caught:
+        initialize(model=model, config=config_of(1))
+    return str(caught.value)
+
+
+def test_a_model_that_one_rank_refuses_all_refuse(two):
+    first, second = two.run(refused_on_one_rank)
+    assert "[rank 1]" in first
+    assert "[rank 1]" not in second
+
+
+def test_a_frozen_parameter_may_be_expanded():
+    model = MODELS["plain"]().to(DEVICE)
+    model.tok.weight = nn.Parameter(torch.ones(1, 1, device=DEVICE).expand(model.tok.weight.shape), requires_grad=False)
+    engine = initialize(model=model, config=config_of(3))[0]
+    take_steps(engine, 1)
+    with engine.gathered():
+        assert bool((model.tok.weight == 1).all())
+
+
+def test_two_that_share_memory_are_found_also_with_a_third_between():
+    model = nn.Module()
+    both = torch.randn(100)
+    model.wide, model.between = (nn.Parameter(part, requires_grad=False) for part in (both, both[10:20]))
+    model.trained = nn.Parameter(both[50:60])
+    with pytest.raises(ModelError, match='"wide" and "trained" are two parameters with the same memory'):
+        initialize(model=model, config=config_of(1))
+
+
+# --- in the middle ---
+
+
+def test_whatever_fails_in_the_middle_of_an_update_says_what_it_leaves(two):
+    assert all(two.run(fail_in_the_second_gather))
+
+
+def fail_in_the_second_gather() -> bool:
+    engine = start(2)
+    take_steps(engine, 1)
+    group, batch = engine.schedule.group, applying._BATCH_BYTES
+    gather, asked = group.gather, []
+
+    def second_fails(*args: object) -> object:
+        asked.append(True)
+        if len(asked) == 2:
+            raise RuntimeError("the second is lost")
+        return gather(*args)
+
+    applying._BATCH_BYTES, group.gather = 1, second_fails
+    try:
+        with pytest.raises(RuntimeError, match="the second is lost") as caught:
+            take_steps(engine, 1, first=1)
+    finally:
+        applying._BATCH_BYTES = batch
+    return any("load a checkpoint before you go on" in note for note in caught.value.__notes__)
+
+
+def test_a_step_with_late_gradients_is_a_step_to_its_end(two):
+    for early, late in two.run(sent_by_phase):
+        assert late == early
+        assert late
+        assert all(name.startswith("all-gather step") for name in late)
+
+
+def sent_by_phase() -> tuple[dict[str, int], dict[str, int]]:
+    found = []
+    for late in (False, True):
+        engine = start(1)
+        take_steps(engine, 2)
+        before = engine.report()["sent"]
+        ids = torch.zeros(2, 16, dtype=torch.int64, device=DEVICE)
+        engine.backward(engine(ids))
+        engine.grad_norms()  # the pass is over
+        if late:
+            param = next(engine.module.parameters())
+            param.grad = torch.zeros_like(param)
+        engine.step()
+        sent = {name: nbytes - before.get(name, 0) for name, nbytes in engine.report()["sent"].items()}
+        found.append({name: nbytes for name, nbytes in sent.items() if nbytes and name.startswith("all-gather")})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_reduce_that_cannot_begin_is_counted_no_more(two, stage):
+    assert two.run(scratch_after_a_reduce_that_failed, stage) == [0, 0]
+
+
+def scratch_after_a_reduce_that_failed(stage: int) -> int:
+    engine = start(stage)
+    take_steps(engine, 1)
+    wire = engine.schedule.group.wire
+    assert isinstance(wire, Peers | Collectives | Alone)
+    kind, reduce = type(wire), type(wire).reduce
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room to receive")
+
+    kind.reduce = fails
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="no room to receive"):
+            take_steps(engine, 1, first=1)
+    finally:
+        kind.reduce = reduce
+    return engine.meter.live[Buffer.SCRATCH]
+
+
+def flats_after_a_gather_that_failed() -> tuple[int, int]:
+    engine = start(3, name="lora")  # units of two flats: what is trained and what is not
+    take_steps(engine, 1)
+    alloc, second = Flat.alloc, engine.schedule.units["blocks.0"].absentees[1].weights.flat
+
+    def second_fails(self: Flat) -> None:
+        if self is second:
+            raise torch.OutOfMemoryError("no room for a flat")
+        alloc(self)
+
+    Flat.alloc = second_fails
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="no room for a flat"):
+            take_steps(engine, 1, first=1)
+    finally:
+        Flat.alloc = alloc
+    live, pending = engine.meter.live[Buffer.GATHERED], sum(len(unit.pending) for unit in engine.schedule.units.values())
+    take_steps(engine, 1, first=1)
+    return live, pending
+
+
+def test_a_gather_that_cannot_begin_leaves_no_flat(two):
+    assert two.run(flats_after_a_gather_that_failed) == [(0, 0), (0, 0)]
+
+
+# --- beside training ---
+
+
+def test_a_thread_that_cannot_work_is_told_instead_of_waited_for(monkeypatch):
+    def lost(_: torch.device) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(host_crew, "stand_on", lost)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(threading.BrokenBarrierError):
+        HostCrew([None, None]).ask(1, lambda _: None)
+
+
+def test_a_ferry_that_is_closed_keeps_nothing():
+    ferry = Ferry(Staging(torch.device("cpu"), 64, 4, 64), Meter(), apart=True)
+
+    class Never(Point):
+        reached = False  # as on a device that is at something else
+
+        def __init__(self) -> None:
+            super().__init__(None)
+
+    held = Arrival(ferry, torch.ones(64), torch.zeros(64), None, half_up)
+    gone = weakref.ref(held)
+    ferry.keep(held, Never())
+    del held
+    gc.collect()
+    assert gone() is not None
+    ferry.close()
+    gc.collect()
+    assert gone() is None
+
+
+def test_weights_that_did_not_come_are_not_brought_from_under_the_next_update():
+    """Delayed, an update may run while nobody has looked for the weights of the one before."""
+    masters, into = torch.full((8,), 2.0), torch.zeros(8, dtype=torch.bfloat16)
+    crew, fails, go_on, half = HostCrew(None), [True], threading.Event(), threading.Event()
+
+    class Failing(Ferry):
+        def bring(self, *args: object) -> Point:
+            if fails and fails.pop():
+                raise torch.OutOfMemoryError("no room to round in")
+            return super().bring(*args)  # type: ignore[arg-type]
+
+    ferry = Failing(Staging(torch.device("cpu"), 64, 0, 64), Meter(), apart=False)
+    beside = Beside(crew, ferry, half_up)
+    beside.update(1, lambda _: None)
+    beside.coming = beside.bring(masters, into)
+
+    def half_of_it(_: int) -> None:
+        masters[:4] = 9.0
+        half.set()
+        assert go_on.wait(10)
+        masters[4:] = 9.0
+
+    beside.update(1, half_of_it)
+    assert half.wait(10)
+    with pytest.raises(torch.OutOfMemoryError, match="no room to round in"):
+        beside.arrive()
+    assert not bool(into.any()), "nothing has come, and not half of something else"
+    go_on.set()
+    crew.stop()
