@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from naught.advice import pool
+from naught.advice import Pooled, pool
 from naught.errors import PlacementError
 from naught.estimate import Forecast, forecast_with_most_staging
 from naught.job import ActivationBytes, Checkpointing, Job
@@ -20,6 +20,7 @@ __all__ = ["Arrangement", "Limits", "berths_beside", "place_in_pool", "refuse_fu
 
 _TILES = (2, 4, 8, 16, 32, 64)
 _FEWER = "; fewer or smaller requests of the disk (aio.queue_depth, aio.block_size) need smaller buffers on the host"
+_EARLY = "set naught.update_in_backward, for one micro-batch a step and no clipping: then it would fit; or "
 _ON_DISK = "name a folder for what has no room in naught.nvme_path (in a simulation, say how large a --disk there is)"
 
 
@@ -54,8 +55,7 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> Arrangement:
     they push nothing away."""
     asked = limits.job.wide_gradients
     limits = limits.with_gradients(wide=bool(asked))
-    job = replace(limits.job, checkpointing=Checkpointing.NONE)
-    placed, found = pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
+    placed, found = _pooled(units, limits)
     limits = replace(limits, machine=replace(limits.machine, berths=found.berths))
     if found.fits:
         wider = _forecast(placed, limits.with_gradients(wide=True))
@@ -63,12 +63,19 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> Arrangement:
         return Arrangement([placement for run, placement in placed for _ in range(run.repeat)], found.berths, wide)
     where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
     farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], limits)
+    early = replace(limits, job=replace(limits.job, update_in_backward=True))
     raise PlacementError(
         f"the model does not fit; if all of its states were {where}, {_needs(farthest)}",
         where="naught.placement",
-        fix="use more ranks, a smaller model or batch, or larger limits"
+        fix=(_EARLY if _pooled(units, early).forecast.fits else "")
+        + "use more ranks, a smaller model or batch, or larger limits"
         + (_FEWER if limits.machine.disk_bytes else f"; {_ON_DISK}"),
     )
+
+
+def _pooled(units: Sequence[Run], limits: Limits) -> Pooled:
+    job = replace(limits.job, checkpointing=Checkpointing.NONE)
+    return pool(units, lambda _: limits.activations, limits.machine, job, automatic=False, tiles=False)
 
 
 def refuse_full_disk(placed: Sequence[PlacedRun], job: Job, world: int, free: int | None, folder: str) -> None:

@@ -26,7 +26,7 @@ from training import (
 
 from naught import initialize
 from naught.engine import Engine
-from naught.errors import ConfigError, ScheduleError, UsageError
+from naught.errors import ConfigError, PlacementError, ScheduleError, UsageError
 from naught.estimate import forecast
 from naught.fragments import safe_get_full_grad
 from naught.holding import Buffer
@@ -167,16 +167,22 @@ def test_units_are_updated_in_the_backward_last_ones_first(two, place):
         assert steps == 2
 
 
-def held_by(layers: int, stage: int, zero: dict[str, Any], soon: bool) -> tuple[dict[str, int], dict[str, int]]:
+def deep(layers: int) -> nn.Module:
     torch.manual_seed(0)
-    ours = {"stage3_prefetch_bucket_size": 0} if stage == 3 else {}
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(layers)))
-    more = early(BF16) if soon else BF16
-    engine = engine_of(nn.Sequential(nn.Linear(64, 64), model), config_of(stage, more=more, **zero, **ours))
-    for _ in range(3):
+    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(layers))))
+
+
+def take_deep_steps(engine: Engine, steps: int) -> None:
+    for _ in range(steps):
         loss = engine(torch.randn(2, 64, device=DEVICE, dtype=torch.bfloat16)).square().mean()
         engine.backward(loss)
         engine.step()
+
+
+def held_by(layers: int, stage: int, zero: dict[str, Any], soon: bool) -> tuple[dict[str, int], dict[str, int]]:
+    ours = {"stage3_prefetch_bucket_size": 0} if stage == 3 else {}
+    engine = engine_of(deep(layers), config_of(stage, more=early(BF16) if soon else BF16, **zero, **ours))
+    take_deep_steps(engine, 3)
     found = engine.report()["peak"], engine.planned()
     engine.destroy()
     return found
@@ -209,6 +215,22 @@ def test_a_forecast_has_gradients_of_no_more_than_a_few_units(name):
     saved = {units: held(units, False)[tier] - held(units, True)[tier] for units in (8, 24)}
     share = 1 if not placement.grad.split and tier is Tier.DEVICE else 2
     assert saved[24] - saved[8] == 16 * each * (1 << 20) // share, "for each unit more the gradients of one"
+
+
+def test_a_model_that_fits_only_without_gradients_is_told_so_and_trains_within_its_limits():
+    limits = {"placement": "auto", "gpu_memory": "600kB", "host_memory": "920kB", "activation_memory": 1}
+
+    def engine(soon: bool) -> Engine:
+        more = BF16 | {"naught": limits | {"update_in_backward": soon}}
+        return engine_of(deep(24), config_of(3, more=more, stage3_prefetch_bucket_size=0))
+
+    with pytest.raises(PlacementError, match=r"Set naught\.update_in_backward, for one micro-batch a step and no clipping"):
+        engine(False)
+    trained = engine(True)
+    take_deep_steps(trained, 3)
+    peak = trained.report()["peak"]
+    assert 0 < sum(nbytes for name, nbytes in peak.items() if name.startswith("host ")) <= 920_000
+    trained.destroy()
 
 
 # --- what it cannot be beside, and what happens in the middle ------------------------------------------------------------

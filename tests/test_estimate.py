@@ -185,7 +185,7 @@ def test_gradients_come_as_activations_go_and_only_the_larger_counts():
             job = Job(accumulation=accumulation, checkpointing=Checkpointing.NONE)
             found = forecast("x", [run], kept, machine_of(1), job)
             cells = found.memory[Tier.DEVICE]
-            flats = 2 * 2 * 64 * 1000
+            flats = 2 * 64 * 1000  # one: a rank alone has none under way
             coming = flats + (cells[Category.GRADIENTS] if accumulation == 1 else 0)
             assert found.total(Tier.DEVICE) == sum(cells.values()) - min(full, coming)
 
@@ -244,7 +244,7 @@ def test_a_plan_gives_up_staging_before_it_calls_a_row_too_large():
 def test_a_rank_alone_gathers_nothing():
     placed = [PlacedRun(Run("block", 64 * 1000, 10), PLACEMENTS["stage3"])]
     found = forecast("x", placed, NOTHING, machine_of(1), Job())
-    assert found.memory[Tier.DEVICE][Category.GATHERED] == 2 * 2 * 64 * 1000  # two gradient flats, one under way
+    assert found.memory[Tier.DEVICE][Category.GATHERED] == 2 * 64 * 1000  # a gradient flat, and none under way
 
 
 def test_double_buffering_is_the_working_set_of_stage_3():
