@@ -15,10 +15,10 @@ from naught.states import Updating
 from naught.steps import order_of_updates
 from naught.unit import Unit
 
-__all__ = ["Courier", "apply", "unprepared"]
+__all__ = ["HALF_UPDATED", "Courier", "apply", "prepare"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
-_HALF_UPDATED = (
+HALF_UPDATED = (
     "naught: this happened in the middle of an update. Some weights are new and some are old: load a checkpoint before you go on"
 )
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
@@ -30,17 +30,18 @@ def _telling() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(_HALF_UPDATED)
+        error.add_note(HALF_UPDATED)
         raise
 
 
-def unprepared(trained: Iterable[Segment], how: Updating) -> Exception | None:
-    """Have all the moments that an update of what is summed wants, while nothing has changed: there may be no memory for them."""
+def prepare(trained: Iterable[Segment], how: Updating) -> Exception | None:
+    """Have all the moments that an update of what this rank has used wants, while nothing has changed: there may be no memory for
+    them, and that is returned, to be raised on all ranks together."""
     try:
         for segment in trained:
-            if not segment.grads.empty:
+            if any(segment.grads.used) and not segment.grads.empty:
                 segment.prepare(how)
-    except Exception as error:  # to be raised on all ranks together
+    except Exception as error:
         return error
     return None
 
@@ -58,6 +59,8 @@ def apply(
     """Update what this rank owns. On the host that goes on beside everything else, a unit at a time. On the device a batch of
     units is in each call of the rule, and new weights travel beside the next batch; some may be under way when this returns."""
     due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
+    for segment in due:  # also of what only others have used
+        segment.prepare(how)
     caught_up = [unit for unit in units if unit.catch_up()]  # also what is not used in this step
     units = [unit for unit in units if any(segment in due for segment in unit.trained)]
     remote = [unit for unit in units if unit.remote]
@@ -124,27 +127,39 @@ class Courier:
         self.most_bytes = most_bytes
         self.under_way: deque[tuple[Unit, int]] = deque()
         self.nbytes = 0
+        self.remote: list[Unit] = []  # that the host still updates: who gathers one waits for that, and does so last
 
     def send(self, units: Sequence[Unit]) -> None:
         for unit in units:
             unit.outdate(hide=unit.lazy)
             if unit.present or unit.lazy or unit.placement.param.split:
                 continue
-            while self.under_way and self.nbytes + unit.gathered_bytes > self.most_bytes:
-                self._arrive()
-            unit.gather()
-            self.under_way.append((unit, unit.gathered_bytes))
-            self.nbytes += unit.gathered_bytes
+            if unit.remote:
+                self.remote.append(unit)
+            else:
+                self._send(unit)
 
     @_telling()
     def arrive(self) -> None:
+        """Wait until everybody has all of them."""
+        for unit in self.remote:
+            self._send(unit)
+        self.remote.clear()
         while self.under_way:
             self._arrive()
 
     def forget(self) -> None:
         """Whoever uses a unit next waits for its weights."""
+        self.remote.clear()
         self.under_way.clear()
         self.nbytes = 0
+
+    def _send(self, unit: Unit) -> None:
+        while self.under_way and self.nbytes + unit.gathered_bytes > self.most_bytes:
+            self._arrive()
+        unit.gather()
+        self.under_way.append((unit, unit.gathered_bytes))
+        self.nbytes += unit.gathered_bytes
 
     def _arrive(self) -> None:
         unit, nbytes = self.under_way.popleft()

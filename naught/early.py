@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from naught.amiss import about_husks
-from naught.applying import Courier, apply, unprepared
+from naught.applying import Courier, apply, prepare
 from naught.comm import Group
 from naught.errors import ScheduleError
 from naught.optimizer import Optimizer
@@ -52,7 +52,7 @@ class Early:
         with self.group.noting():
             self.lookout.heed_all(unit.trained)
         self.norms[unit] = norms_of_slices(unit.trained)
-        amiss = unprepared(unit.trained, self.how)
+        amiss = prepare(unit.trained, self.how)
         used = [flag for segment in unit.trained for flag in segment.grads.used]
         failed, *anywhere = self.group.exchange(torch.tensor([amiss is not None, *used])).any(0).tolist()
         if failed:
@@ -61,7 +61,7 @@ class Early:
         flags = {segment: [next(flag) for _ in segment.grads.used] for segment in unit.trained}
         apply([unit], self.how, flags, 1.0, self.courier, delayed=False)
         for segment in unit.trained:
-            segment.grads.drop()
+            segment.grads.let_sum_go()
 
     def finish(self, units: Sequence[Unit], tell: Callable[[], Exception | None]) -> Norm:
         """The norm of the gradients that this step has had. What is amiss on any rank is raised on all."""
@@ -79,7 +79,6 @@ class Early:
                 fix="lower the learning rate, or leave naught.update_in_backward out: then such a step is skipped",
             )
         self.courier.arrive()
-        self.lookout.has_stepped()
         self.forget()
         return norm
 

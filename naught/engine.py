@@ -163,7 +163,7 @@ class Engine(Between):
         which the caller has said that it goes on, this does nothing: the engine begins every step without gradients."""
         del set_to_none
         if self.accumulation.at_start:
-            self.stepping.refuse_midway()
+            self.passes.refuse_midway()
             self.passes.drop_gradients()
             self.accumulation.start_over()
             self.observer.forget()
@@ -226,6 +226,7 @@ class Engine(Between):
         if not self.destroyed:
             self.passes.close()
             self.passes.drop_gradients()  # of a step that nobody takes any more
+            self.stepping.abandon()
             self.before_a_change()
             _LIVING().discard(self)
             if self.settings.naught.gpu_memory is not None and not any(other.settings.naught.gpu_memory for other in _LIVING()):

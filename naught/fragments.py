@@ -89,6 +89,7 @@ class _Home(NamedTuple):
     # --- what there is of it ---
 
     def masters(self) -> Tensor:
+        self.engine.passes.refuse_midway()
         return self.segment.exact
 
     def grads(self) -> Tensor | None:
@@ -106,6 +107,7 @@ class _Home(NamedTuple):
         return self.segment.grads.sum() if self.segment.trained else None
 
     def moments(self, name: str) -> Tensor | None:
+        self.engine.passes.refuse_midway()
         moment = self.segment.states.held.get(name)
         return None if moment is None else moment.whole()
 

@@ -272,11 +272,15 @@ class Gradients:
 
     def drop(self) -> None:
         """Let go of this step's gradients."""
+        self.let_sum_go()
+        for param in self.params:
+            param.grad = None
+
+    def let_sum_go(self) -> None:
+        """An update has taken it. What autograd has made since, and nobody has collected, stays."""
         self.owned.drop()
         self.content = Content.NOTHING
         self.used = [False] * len(self.used)
-        for param in self.params:
-            param.grad = None
         self.flat.free()
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class Passes:
         keep_out_of_graphs()  # the user may have compiled parts of the model since
         self._open(training=torch.is_grad_enabled())
         self.watch.enter("forward")
-        if self.is_recording() and self.coming_and_going:
+        if self.is_recording() and (self.coming_and_going or self.schedule.early is not None):
             self.recording.enter_context(Scout(self.homes, self._found))
 
     @property
@@ -104,10 +104,11 @@ class Passes:
         running = self.schedule.current
         if running is not None and (running.seen_backward or not running.training):
             self.close()
+        self.refuse_midway()
         if self.schedule.current is None:
             alone = not training and not self.coming_and_going
             last = self.completes_step()
-            if training and not last and self.schedule.update is not None:
+            if training and not last and self.schedule.early is not None:
                 raise UsageError(
                     "naught.update_in_backward updates in every backward, and this one does not end its step",
                     fix="leave out no_sync and what says so of a micro-batch, or the key",
@@ -117,7 +118,8 @@ class Passes:
     def _found(self, param: nn.Parameter) -> None:
         """A parameter is about to be used where its unit may be absent."""
         name, running = self.homes[param], self.schedule.current
-        if running is not None and name in self.coming_and_going and not running.is_in_use(name):
+        matters = name in self.coming_and_going or self.schedule.early is not None  # for else it may be updated too soon
+        if running is not None and matters and not running.is_in_use(name):
             running.surprised = True
             self.hooks.borrow(name)
 
@@ -248,10 +250,22 @@ class Passes:
         self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None, *, keeps: bool = True
     ) -> AbstractContextManager[None]:
         """Lend the units of these parameters, or all; for reading, unless what is written is kept."""
+        self.refuse_midway()
         running = self.schedule.current
         if running is not None and (running.seen_backward or not running.training):
             self.close()
         return self.lends.open(params, writer, keeps=keeps)
+
+    def refuse_midway(self) -> None:
+        """Where units are updated in the backward, weights and states are those of no step until it is over."""
+        early, running = self.schedule.early, self.schedule.current
+        if early is not None and running is not None and running.seen_backward:
+            self.close()  # so that all ranks have updated the same units
+        if early is not None and early.begun:
+            raise UsageError(
+                "the gradients of this backward are in the weights already (naught.update_in_backward), and its step is not over",
+                fix="call engine.step() first, or leave the key out",
+            )
 
     def remove(self) -> None:
         """Give the model whole weights of its own again, and stop to listen."""

@@ -19,7 +19,8 @@ _MOMENTS = {
     (Verb.USE, Kind.GRAD): Moment.GRAD,
     (Verb.LEAVE, Kind.GRAD): Moment.DONE,
 }
-_ACTIONS: dict[tuple[Verb, Kind], Callable[[Unit], Callable[[], None]]] = {
+_Bind = Callable[[Unit], Callable[[], None]]
+_ACTIONS: dict[tuple[Verb, Kind], _Bind] = {
     (Verb.READ, Kind.PARAM): lambda unit: unit.read,
     (Verb.GATHER, Kind.PARAM): lambda unit: unit.gather,
     (Verb.USE, Kind.PARAM): lambda unit: unit.ready,
@@ -40,6 +41,7 @@ class Leg(NamedTuple):
 
     event: Event | None
     actions: tuple[Callable[[], None], ...]
+    steps: tuple[Step, ...]
 
 
 class Program:
@@ -49,23 +51,18 @@ class Program:
     def __init__(self, plan: Plan, units: Mapping[str, Unit], update: Callable[[Unit], None] | None = None) -> None:
         end = next((at for at, step in enumerate(plan.steps) if step.verb is Verb.NORM), len(plan.steps))
         self.steps = plan.steps[:end]
-        self.actions = dict(_ACTIONS)
+        binds = dict(_ACTIONS)
         if update is not None:
-            self.actions[_UPDATE] = lambda unit: partial(update, unit)
+            binds[_UPDATE] = lambda unit: partial(update, unit)
         self.legs: list[Leg] = []
         begun: list[Step] = []
         for step in self.steps:
             begun.append(step)
             moment = _MOMENTS.get((step.verb, step.kind))
             if moment is not None:
-                self._add(Event(moment, step.unit), begun, units)
+                self.legs.append(_leg(Event(moment, step.unit), begun, units, binds))
                 begun = []
-        self._add(None, begun, units)
-
-    def _add(self, event: Event | None, steps: list[Step], units: Mapping[str, Unit]) -> None:
-        bound = (self.actions.get((step.verb, step.kind)) for step in steps)
-        actions = tuple(act(units[step.unit]) for act, step in zip(bound, steps, strict=True) if act is not None)
-        self.legs.append(Leg(event, actions))
+        self.legs.append(_leg(None, begun, units, binds))
 
     def find(self, start: int, event: Event) -> int | None:
         """The next leg of an event; mostly it is the very next one."""
@@ -73,3 +70,19 @@ class Program:
         if legs[start].event == event:
             return start
         return next((at for at in range(start + 1, len(legs)) if legs[at].event == event), None)
+
+    def summed(self, end: int) -> set[str]:
+        """Units whose reduce the legs up to one have issued, and no update."""
+        found: set[str] = set()
+        for step in (step for leg in self.legs[:end] for step in leg.steps):
+            if step.verb is Verb.REDUCE:
+                found.add(step.unit)
+            elif step.verb is Verb.UPDATE:
+                found.discard(step.unit)
+        return found
+
+
+def _leg(event: Event | None, steps: list[Step], units: Mapping[str, Unit], binds: Mapping[tuple[Verb, Kind], _Bind]) -> Leg:
+    bound = (binds.get((step.verb, step.kind)) for step in steps)
+    actions = tuple(act(units[step.unit]) for act, step in zip(bound, steps, strict=True) if act is not None)
+    return Leg(event, actions, tuple(steps))

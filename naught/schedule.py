@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -40,6 +41,7 @@ class _Pass:
     depth: Counter[str] = field(default_factory=Counter)  # forwards that have begun and not ended
     backward: set[str] = field(default_factory=set)
     seen_backward: bool = False
+    summed: set[str] = field(default_factory=set)  # units whose gradients were summed, and that may be updated
     # Something came to light that changes what the next pass says: this record is not worth a plan.
     surprised: bool = False
     # Nothing comes or goes, and no gradient is made: this rank may do it by itself.
@@ -50,14 +52,23 @@ class _Pass:
         return self.depth[name] > 0 or name in self.backward
 
 
+class Early(Protocol):
+    """Whoever updates units in the backward."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the weights are those of a step that is not over."""
+
+    def take(self, unit: Unit) -> None:
+        """Update one whose gradients are summed. All ranks do so for the same one."""
+
+
 class Schedule:
-    """Issues the verbs of the units. `budgets` says how far to fetch ahead. `update` is for a unit whose gradients are summed;
+    """Issues the verbs of the units. `budgets` says how far to fetch ahead. `early` updates a unit whose gradients are summed;
     None: they wait for the step."""
 
-    def __init__(
-        self, units: Mapping[str, Unit], group: Group, budgets: Budgets, update: Callable[[Unit], None] | None = None
-    ) -> None:
-        self.units, self.group, self.budgets, self.update = dict(units), group, budgets, update
+    def __init__(self, units: Mapping[str, Unit], group: Group, budgets: Budgets, early: Early | None = None) -> None:
+        self.units, self.group, self.budgets, self.early = dict(units), group, budgets, early
         self.order = list(self.units)
         self.programs: dict[tuple[bool, Pass], Program] = {}
         self.current: _Pass | None = None
@@ -66,7 +77,7 @@ class Schedule:
 
     def which(self, *, last: bool) -> Pass:
         """What a pass of a step is, by whether it is its last."""
-        return Pass(last=last, early=self.update is not None)
+        return Pass(last=last, early=self.early is not None)
 
     def open(self, *, training: bool, which: Pass, careful: bool = False, alone: bool = False) -> None:
         assert self.current is None
@@ -83,8 +94,7 @@ class Schedule:
             self._issue_until(running, running.program, len(running.program.legs))
         elif not running.alone:
             self._serve(running, None)
-            for unit in self.units.values():
-                self._update_early(running, unit)
+            self._update_summed(running)
             self._learn(running)
         for unit in self.units.values():
             unit.release()
@@ -124,7 +134,8 @@ class Schedule:
                 raise ScheduleError(
                     "the ranks have made different plans of the same record", fix="give all ranks the same budgets"
                 )
-            self.programs[running.training, running.which] = Program(plan, self.units, self.update)
+            update = None if self.early is None else self.early.take
+            self.programs[running.training, running.which] = Program(plan, self.units, update)
 
     # --- events ---
 
@@ -172,7 +183,8 @@ class Schedule:
         for unit in self.units.values():
             unit.settle()
             unit.drop_reading()
-            self._update_early(running, unit)
+        running.summed |= running.program.summed(running.leg) if running.program is not None else set()
+        self._update_summed(running)
         running.program = None
         self.programs.pop((running.training, running.which), None)
 
@@ -201,8 +213,8 @@ class Schedule:
                 return
             chosen = self._step(min(codes))
             self._take_part(running, chosen)
-            if chosen == wanted and bool((rows == rows[0]).all()):  # else some rank may still have gradients of it to come
-                self._update_early(running, self.units[chosen.unit])
+            if chosen == wanted and bool((rows == rows[0]).all()):  # else some rank may still have gradients of one to come
+                self._update_summed(running, chosen.unit)
             if chosen == wanted:
                 return
 
@@ -210,15 +222,20 @@ class Schedule:
         unit = self.units[step.unit]
         if step.verb is Verb.REDUCE:
             unit.reduce()
+            running.summed.add(step.unit)
             return
         unit.join()
         if not running.is_in_use(step.unit):
             unit.release()
 
-    def _update_early(self, running: _Pass, unit: Unit) -> None:
-        """Update a unit that has a sum, unless that waits for the step or for another pass of it."""
-        if self.update is not None and running.which.last and unit.has_sum:
-            self.update(unit)
+    def _update_summed(self, running: _Pass, only: str | None = None) -> None:
+        """Update units whose gradients are summed, or one of them, unless they wait for the step. That a sum was asked for
+        decides, which is the same on every rank, and not that there is one here."""
+        if self.early is not None:
+            for name in self.order if only is None else [only]:
+                if name in running.summed:
+                    running.summed.discard(name)
+                    self.early.take(self.units[name])
 
     def _code(self, step: Step | None) -> int:
         return -1 if step is None else 2 * self.order.index(step.unit) + (step.verb is Verb.REDUCE)

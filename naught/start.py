@@ -181,7 +181,7 @@ def _listen(
     with _limited(device, settings.naught.gpu_memory):
         units = build_units(model, settings, precision, membership, around)
         budgets = budgets_of(settings, units, precision.weights.itemsize, group.parts)
-        schedule = Schedule(units, group, budgets, None if early is None else early.take)
+        schedule = Schedule(units, group, budgets, early)
         keep_freed_pages(watch.device)
         return Passes(model, schedule, watch, accumulation.sums_over_ranks)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from naught.applying import HALF_UPDATED
 from naught.early import Early
 from naught.errors import UsageError
 from naught.loss_scale import FixedScale, LossScale
@@ -23,10 +24,6 @@ from naught.update import Norm, UpdateLimits, update
 __all__ = ["Scheduler", "Stepping"]
 
 _LOG = logging.getLogger("naught")
-_PARTLY_UPDATED = (
-    "naught: units are updated in the backward (naught.update_in_backward), and this happened in the middle of it. Some weights "
-    "are new and some are old: load a checkpoint before you go on"
-)
 
 
 class Scheduler(Protocol):
@@ -52,7 +49,7 @@ class Stepping:
         self.scaled = False  # a loss of this step was multiplied by the scale
         self.taken = self.skipped = 0
         self.norm: Norm | None = None  # of the last step; None before the first
-        self.lookout = Lookout()
+        self.lookout = Lookout() if early is None else early.lookout
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.scaled = True
@@ -124,19 +121,21 @@ class Stepping:
                 fix="look at them in hooks of your own on parameters, or leave the key out",
             )
 
-    def refuse_midway(self) -> None:
-        """Nothing of a step can be taken back that has updated units."""
-        if self.early is not None and self.early.begun:
-            raise UsageError(
-                "the gradients of this backward are in the weights already (naught.update_in_backward), and cannot be let go",
-                fix="call engine.step() after each backward, or leave the key out",
-            )
-
     def give_up(self, error: BaseException) -> None:
         """An exception has ended the step."""
         if self.early is not None:
+            if self.early.begun and HALF_UPDATED not in getattr(error, "__notes__", ()):
+                error.add_note(f"{HALF_UPDATED}. Units are updated in the backward (naught.update_in_backward)")
+            self.early.forget()
+
+    def abandon(self) -> None:
+        """Nobody takes this step any more."""
+        if self.early is not None:
             if self.early.begun:
-                error.add_note(_PARTLY_UPDATED)
+                _LOG.warning(
+                    "the engine is let go between a backward and its step(), and the backward has updated weights already "
+                    "(naught.update_in_backward): some are new and some are old"
+                )
             self.early.forget()
 
     def _story(self, norm: Norm, scale: float, *, helps: bool) -> str:

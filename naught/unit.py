@@ -177,11 +177,6 @@ class Unit:
         self.start_reduce()
         self.settle()
 
-    @property
-    def has_sum(self) -> bool:
-        """Whether gradients are summed that no update has taken."""
-        return any(not segment.grads.empty for segment in self.trained)
-
     def owes(self, *, last: bool) -> bool:
         """Whether this rank has gradients that must still be collected, or reduced where that is due."""
         due = self.placement.grad.split or last

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from naught.amiss import about_husks
-from naught.applying import Courier, apply, unprepared
+from naught.applying import Courier, apply, prepare
 from naught.comm import Group
 from naught.segment import Segment
 from naught.states import Updating
@@ -70,7 +70,7 @@ def update(
     late = any(unit.owes(last=True) for unit in units)
     norms = norms_of_slices(trained)
     asked = [*about_husks(units), *lookout.asks_about(trained)]
-    verdict = judge(group, norms, asked, lambda: tell() or unprepared(trained, how), late=late, used=used)
+    verdict = judge(group, norms, asked, lambda: tell() or prepare(trained, how), late=late, used=used)
     if verdict is None:
         return None
     norm = Norm(verdict.norm / scale)

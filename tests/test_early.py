@@ -9,6 +9,7 @@ import pytest
 import torch
 from menagerie import MODELS
 from test_offload import BF16, HOST, ON_GPU, PLACES, SMALL
+from test_parameters import AWKWARD
 from test_parity import SOAK, assert_ranks_agree
 from torch import nn
 from training import (
@@ -28,7 +29,7 @@ from naught import initialize
 from naught.engine import Engine
 from naught.errors import ConfigError, PlacementError, ScheduleError, UsageError
 from naught.estimate import forecast
-from naught.fragments import safe_get_full_grad
+from naught.fragments import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from naught.holding import Buffer
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
@@ -77,6 +78,7 @@ SELECTION = [
     ("plain", 1, "stage3", BF16 | {"naught": {"small_moments": True}}),
     ("plain", 3, "stage3", {"zero_optimization": {"stage": 3, "overlap_comm": False}}),
     ("convolution", 3, "stage1-offload", {}),
+    ("plain", 3, "stage2-offload", {"naught": {"lazy_weights": False}}),
 ]
 
 
@@ -88,6 +90,19 @@ def test_more_ranks_places_and_precisions(worlds, name, size, place, more):
     stage, zero = STAGES[place]
     late = worlds[size].reference(train, name, stage, more=more, **zero)
     assert worlds[size].run(train, name, stage, more=early(more), **zero) == late
+
+
+def take_awkward_steps(name: str, stage: int, more: dict[str, Any]) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    engine = engine_of(AWKWARD[name](), config_of(stage, more=more))
+    return take_steps(engine, 4), digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_a_parameter_that_is_used_outside_of_its_module_is_updated_after_its_last_use(two, name):
+    late = two.run(take_awkward_steps, name, 1, {})
+    for stage, more in ((0, {}), (1, {"naught": {"lazy_weights": False}}), (3, {})):
+        assert two.run(take_awkward_steps, name, stage, early(more)) == late
 
 
 def train_pooled(folder: str | None, soon: bool) -> tuple[list[float], str, set[str]]:
@@ -165,6 +180,22 @@ def test_units_are_updated_in_the_backward_last_ones_first(two, place):
         assert updated == ["head", "blocks.2", "blocks.1"]
         assert left == ["", "tok", "blocks.0"], "the reduce of a block goes on beside what is left of the backward"
         assert steps == 2
+
+
+def gathered_when() -> tuple[list[str], list[str]]:
+    """The units that are being gathered when the backward has returned, and those that are there after the step."""
+    engine = start_early(2, more=BF16 | {"naught": {"lazy_weights": False}}, offload_optimizer=HOST)
+    take_steps(engine, 1)
+    units = engine.schedule.units.values()
+    engine.backward(engine(batch_of(1, my_rank())))
+    assert engine.stepping.early.begun
+    pending = [unit.name for unit in units if unit.pending]
+    engine.step()
+    return pending, [unit.name for unit in units if not unit.present]
+
+
+def test_a_backward_does_not_wait_for_updates_on_the_host_also_where_weights_are_to_be_there_after_the_step(two):
+    assert two.run(gathered_when) == [([], [])] * 2
 
 
 def deep(layers: int) -> nn.Module:
@@ -271,7 +302,7 @@ def test_an_optimizer_that_works_in_step_is_refused():
         initialize(model=model, optimizer=torch.optim.NAdam(model.parameters(), lr=1e-3), config=config)
 
 
-def mistakes(place: str) -> list[str]:
+def mistakes(place: str, folder: str) -> list[str]:
     stage, zero = STAGES[place]
     stories = []
 
@@ -289,6 +320,32 @@ def mistakes(place: str) -> list[str]:
         backward(engine)
         backward(engine)
         engine.step()
+
+    def look(engine: Engine) -> None:
+        backward(engine)
+        with torch.no_grad():
+            engine(batch_of(1, my_rank()))
+
+    def lend(engine: Engine) -> None:
+        backward(engine)
+        with engine.gathered():
+            pass
+
+    def read_weights(engine: Engine) -> None:
+        backward(engine)
+        safe_get_full_fp32_param(next(engine.module.parameters()))
+
+    def read_moments(engine: Engine) -> None:
+        backward(engine)
+        safe_get_full_optimizer_state(next(engine.module.parameters()), "exp_avg")
+
+    def save(engine: Engine) -> None:
+        backward(engine)
+        engine.save_checkpoint(folder)
+
+    def load(engine: Engine) -> None:
+        backward(engine)
+        engine.load_checkpoint(folder)
 
     def unsynced(engine: Engine) -> None:
         with engine.no_sync():
@@ -308,35 +365,95 @@ def mistakes(place: str) -> list[str]:
 
     def late(engine: Engine) -> None:
         backward(engine)
-        with engine.gathered():  # the pass is over
-            param = next(engine.module.parameters())
+        engine.empty_partition_cache()  # the pass is over
+        param = next(engine.module.parameters())
         param.grad = torch.ones_like(param) if my_rank() == 0 else None
         engine.step()
 
-    for do in (twice, unsynced, take_back, read, infinite, late, lambda engine: engine.override_loss_scale(2.0)):
+    def override_scale(engine: Engine) -> None:
+        engine.override_loss_scale(2.0)
+
+    def set_batch(engine: Engine) -> None:
+        engine.set_train_batch_size(engine.train_batch_size() * 2)
+
+    midway = (twice, look, lend, take_back, read_weights, read_moments, save, load)
+    for do in (infinite, late, *midway, unsynced, read, override_scale, set_batch):
         told(start_early(stage, more=BF16, **zero), do)
-    told(start_early(stage, more=BF16, **zero), lambda engine: engine.set_train_batch_size(engine.train_batch_size() * 2))
     return stories
 
 
 @pytest.mark.parametrize("place", ["stage2", "stage3", "stage2-offload"])
-def test_mistakes_are_told_on_every_rank_alike(two, place):
-    ranks = two.run(mistakes, place)
+def test_mistakes_are_told_on_every_rank_alike(two, place, tmp_path):
+    ranks = two.run(mistakes, place, str(tmp_path))
     wanted = (
-        "a step is one forward and one backward",
-        "this one does not end its step",
-        "are in the weights already",
-        "let go in the backward",
         "the gradients of this step are not finite, and units have been updated with them",
         "some rank has gradients that came after the update of their unit",
+        *["are in the weights already (naught.update_in_backward), and its step is not over"] * 8,
+        "this one does not end its step",
+        "let go in the backward",
         "a scale of 2 is undone before an update",
         "a step has 2 of them",
     )
     for stories in ranks:
         for story, words in zip(stories, wanted, strict=True):
             assert words in story
-        for at in (0, 4, 5):
+        for at in (0, 1, 2, 3):  # these end their step
             assert "Some weights are new and some are old: load a checkpoint" in stories[at]
+
+
+def go_on(what: str, folder: str) -> str:
+    engine = start_early(2, more=BF16)
+    take_steps(engine, 2)
+    engine.backward(engine(batch_of(2, my_rank())))
+    with pytest.raises(UsageError, match="its step is not over"):
+        if what == "save":
+            engine.save_checkpoint(folder)
+        elif what == "lend":
+            with engine.gathered():
+                pass
+        else:
+            engine.zero_grad()
+    engine.step()
+    take_steps(engine, 1, first=3)
+    return digest_in_32_bits(engine)
+
+
+@pytest.mark.parametrize("what", ["save", "lend", "zero_grad"])
+def test_who_is_refused_in_the_middle_has_lost_nothing(two, what, tmp_path):
+    assert two.run(go_on, what, str(tmp_path)) == two.run(take_four)
+
+
+def take_four() -> str:
+    engine = start(2, more=BF16)
+    take_steps(engine, 4)
+    return digest_in_32_bits(engine)
+
+
+def backward_again(stage: int, zero: dict[str, Any]) -> str:
+    engine = start_early(stage, more=BF16, **zero)
+    take_steps(engine, 1)
+    loss = engine(batch_of(1, my_rank()))
+    engine.backward(loss, retain_graph=True)
+    with pytest.raises((ScheduleError, RuntimeError)) as caught:
+        engine.backward(loss)
+        engine.step()
+    return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+@pytest.mark.parametrize("place", ["stage2", "stage3", "stage2-offload"])
+def test_a_second_backward_through_new_weights_is_told(two, place):
+    for story in two.run(backward_again, *STAGES[place]):
+        assert "Some weights are new and some are old: load a checkpoint" in story
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_an_engine_that_is_let_go_in_the_middle_says_so(caplog, steps):
+    engine = start_early(2, more=BF16)
+    engine.backward(engine(batch_of(1, 0)))
+    if steps:
+        engine.step()
+    engine.destroy()
+    assert ("some are new and some are old" in caplog.text) is not steps
 
 
 class Fails(nn.Module):

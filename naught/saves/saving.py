@@ -124,6 +124,7 @@ def _refuse_disagreement(texts: Sequence[str]) -> None:
 def _refuse_now(engine: Answers) -> None:
     engine.refuse_away()
     engine.refuse_inside_gathered()
+    engine.passes.refuse_midway()
     if engine.accumulation.ended:
         raise UsageError("gradients of a step that is not over are not saved", fix="save after the last micro-batch of a step")
 
