@@ -82,6 +82,8 @@ class Engine(Between):
     # --- training ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not recomputing():
+            self.passes.refuse_midway()  # not as a fault of the step, which may still be taken
         cast = self.settings.torch_autocast
         if self.settings.fp16.auto_cast:
             args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
