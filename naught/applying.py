@@ -59,8 +59,9 @@ def apply(
     """Update what this rank owns. On the host that goes on beside everything else, a unit at a time. On the device a batch of
     units is in each call of the rule, and new weights travel beside the next batch; some may be under way when this returns."""
     due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
-    for segment in due:  # also of what only others have used
-        segment.prepare(how)
+    for segment in due:
+        if not any(segment.grads.used):  # only others have used it
+            segment.prepare(how)
     caught_up = [unit for unit in units if unit.catch_up()]  # also what is not used in this step
     units = [unit for unit in units if any(segment in due for segment in unit.trained)]
     remote = [unit for unit in units if unit.remote]
@@ -74,7 +75,7 @@ def apply(
     for changed in _batches([unit for unit in units if not unit.remote]):
         segments = [segment for unit in changed for segment in unit.trained if segment in due]
         parts = (part for segment in segments for part in segment.due(on_device, due[segment]))
-        for bundle in _bundles(parts):
+        for bundle in _bundles(parts, on_device.most_numel):
             how.take(bundle, coefficient)
         for segment in segments:
             segment.written()
@@ -82,12 +83,12 @@ def apply(
         courier.send(changed)
 
 
-def _bundles(parts: Iterator[Part]) -> Iterator[list[Part]]:
+def _bundles(parts: Iterator[Part], most_numel: int) -> Iterator[list[Part]]:
     """As many as are widened at a time."""
     bundle: list[Part] = []
     numel = 0
     for part in parts:
-        if bundle and numel + part.grads.numel() > _DEVICE_NUMEL:
+        if bundle and numel + part.grads.numel() > most_numel:
             yield bundle
             bundle, numel = [], 0
         bundle.append(part)

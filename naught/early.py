@@ -4,6 +4,7 @@ gradients wait for the norm, and none rest anywhere. What that norm was is known
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from naught.verdict import judge, norms_of_slices
 
 __all__ = ["Early"]
 
+_PART_NUMEL = 1 << 23  # on a device, where activations are while this goes on: an update has less to widen at a time
 _ONCE = (
     "with naught.update_in_backward a step is one forward and one backward: call engine.step() after each, or leave the key out"
 )
@@ -29,8 +31,9 @@ _ONCE = (
 class Early:
     """The updates of the step under way."""
 
-    def __init__(self, group: Group, optimizer: Optimizer, limits: UpdateLimits) -> None:
-        self.group, self.optimizer, self.limits = group, optimizer, limits
+    def __init__(self, group: Group, optimizer: Optimizer, limits: UpdateLimits, settle: Callable[[], None]) -> None:
+        self.group, self.optimizer, self.settle = group, optimizer, settle  # which waits for whoever still copies states
+        self.limits = replace(limits, part_numel=min(limits.part_numel, _PART_NUMEL))
         self.lookout = Lookout()
         self.how: Updating | None = None  # None: no unit of this step has been updated
         self.norms: dict[Unit, list[Tensor]] = {}  # of the gradients of those that have
@@ -47,6 +50,7 @@ class Early:
         if unit in self.norms:
             raise ScheduleError(f'unit "{unit.name or "root"}" has more gradients and is updated already', fix=_ONCE)
         if self.how is None:
+            self.settle()
             self.optimizer.will_step()
             self.how = updating(self.optimizer.rule, self.optimizer.param_groups, self.limits.part_numel)
         with self.group.noting():

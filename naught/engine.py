@@ -53,6 +53,7 @@ class Engine(Between):
         passes: Passes,
         stepping: Stepping,
         observer: Observer,
+        background: Background,
         saves: Saves | None = None,
     ) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Engine(Between):
         self.module, self.settings, self.accumulation = module, settings, accumulation
         self.passes, self.stepping, self.observer = passes, stepping, observer
         self.parking = Parking(passes.schedule.units.values())
-        self.background = Background(passes.schedule.group, passes.watch.device, passes.watch.meter)
+        self.background = background
         self.inputs = Inputs(passes.schedule.group)
         self.watchdog = Watchdog(passes.schedule.group, passes.watch, settings.naught.watchdog_s)
         weakref.finalize(self, self.watchdog.stop)  # also where a script just ends

@@ -52,7 +52,7 @@ class _Pass:
         return self.depth[name] > 0 or name in self.backward
 
 
-class Early(Protocol):
+class _Early(Protocol):
     """Whoever updates units in the backward."""
 
     @property
@@ -67,7 +67,7 @@ class Schedule:
     """Issues the verbs of the units. `budgets` says how far to fetch ahead. `early` updates a unit whose gradients are summed;
     None: they wait for the step."""
 
-    def __init__(self, units: Mapping[str, Unit], group: Group, budgets: Budgets, early: Early | None = None) -> None:
+    def __init__(self, units: Mapping[str, Unit], group: Group, budgets: Budgets, early: _Early | None = None) -> None:
         self.units, self.group, self.budgets, self.early = dict(units), group, budgets, early
         self.order = list(self.units)
         self.programs: dict[tuple[bool, Pass], Program] = {}

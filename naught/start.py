@@ -39,6 +39,7 @@ from naught.precision import loss_scale_of, precision_of
 from naught.rates import RateSchedule
 from naught.rules import RULES
 from naught.saved import Saves
+from naught.saves.background import Background
 from naught.schedule import Schedule
 from naught.seats import find_seat
 from naught.spill import Stored
@@ -120,11 +121,13 @@ def initialize(
             batch, group.parts, every=settings.naught.reduce_every_micro_batch, managed=settings.managed_gradient_accumulation
         )
         limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
-        early = Early(group, chosen, limits) if settings.naught.update_in_backward and chosen is not None else None
+        background = Background(group, device, watch.meter)
+        soon = chosen if settings.naught.update_in_backward else None
+        early = None if soon is None else Early(group, soon, limits, background.settle)
         passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen), early)
         _reserve_on_disk(passes, chosen)
         stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates, early)
-        engine = Engine(model, settings, accumulation, passes, stepping, observer, _saves(settings, watch, lineup))
+        engine = Engine(model, settings, accumulation, passes, stepping, observer, background, _saves(settings, watch, lineup))
         engine.training_dataloader = loader
         engine.watchdog.start()
         undo.pop_all()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from faults import faults
-from menagerie import my_rank
+from menagerie import MODELS, my_rank
 from test_resume import RECIPES, Reached, loads, make, reached
-from training import take_steps
+from training import config_of, engine_of, take_steps
 from workers import run_script
 
 from naught import utils
@@ -89,6 +89,29 @@ def test_what_is_saved_is_what_was_there_whatever_changes_it_next(two, tmp_path,
     saved, stories = zip(*two.run(saves_beside, tmp_path, stage, "tied", recipe, how), strict=True)
     assert stories == ({"asked"}, {"asked"}), "a change waits until its states have been copied"
     assert [there for there, _ in two.run(loads, tmp_path, 3 - stage, "tied", recipe)] == list(saved)
+
+
+def saves_beside_a_backward(folder: Path, stage: int, zero: dict[str, Any]) -> tuple[Reached, Reached]:
+    def make_early() -> Any:
+        more = RECIPES["bf16"] | {"naught": {"update_in_backward": True}}
+        return engine_of(MODELS["tied"](), config_of(stage, more=more, **zero))
+
+    engine = make_early()
+    take_steps(engine, 3)
+    before = reached(engine)
+    with copies_that_wait_for_the_change():
+        engine.save_checkpoint(folder, asynchronous=True)
+        take_steps(engine, 1, first=3)
+        engine.wait_for_checkpoint()
+    engine = make_early()
+    engine.load_checkpoint(folder)
+    return before, reached(engine)
+
+
+@pytest.mark.parametrize(("stage", "zero"), [(1, {}), (3, {}), (2, {"offload_optimizer": {"device": "cpu"}})])
+def test_what_is_saved_is_what_was_there_also_where_the_backward_updates(two, tmp_path, stage, zero):
+    for before, loaded in two.run(saves_beside_a_backward, tmp_path, stage, zero):
+        assert loaded == before
 
 
 def trains_with_saves(folder: Path, stage: int, recipe: str, *, saving: bool) -> tuple[list[float], Reached]:
