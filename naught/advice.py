@@ -237,10 +237,10 @@ def _room(
     at_rest = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 
     def passing(tier: Tier, tiles: int) -> int:
-        """States that rest on disk pass through the host, and those that rest there do not: the more counts."""
+        """States that rest on disk pass through the host, and so do sums of what rests there, in other rooms: the most counts."""
         rows = [
             forecast(POOLED, [PlacedRun(run, placement) for run in runs], measured, machine, trial, tiles=tiles)
-            for placement in ((_POOL[2], _POOL[-1]) if machine.capacity(Tier.DISK) else (_POOL[2],))
+            for placement in ((_POOL[2], *_POOL[-2:]) if machine.capacity(Tier.DISK) else (_POOL[2],))
         ]
         return max(sum(nbytes for category, nbytes in row.memory[tier].items() if category not in at_rest) for row in rows)
 

@@ -29,7 +29,7 @@ from naught.placement import Place, Placement, Tier
 from naught.pooling import Arrangement, Limits, berths_beside, place_in_pool, refuse_full_disk
 from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.present import present
-from naught.rooms import MOST_BERTHS, sum_rooms
+from naught.rooms import MOST_BERTHS, SharedRooms, shared_rooms
 from naught.segment import Segment
 from naught.shapes import Run
 from naught.sizes import PlacedRun
@@ -192,8 +192,8 @@ def build_units(
             placed = [PlacedRun(_run(spec, group.parts), placements[spec.name]) for spec in specs]
             refuse_full_disk(placed, job, group.parts, present().disk_bytes(folder), folder)
     largest = max((layout.shard_numel for spec in specs for layout in segments(spec, world=group.parts).values()), default=0)
-    rooms = _shared_rooms(specs, placements) if config.naught.update_in_backward else 0
-    host = host_side(config, group, device, meter, largest_numel=largest, most_berths=arranged.berths, shared_rooms=rooms)
+    rooms = _shared_rooms(specs, placements, group.parts) if config.naught.update_in_backward else SharedRooms()
+    host = host_side(config, group, device, meter, largest_numel=largest, most_berths=arranged.berths, shared=rooms)
     with group.together():
         disk = disk_side(config, device, meter, largest)
     pool = Pool(device, private=config.naught.private_pool)
@@ -224,10 +224,10 @@ def build_units(
     return units
 
 
-def _shared_rooms(specs: Sequence[UnitSpec], placements: Mapping[str, Placement]) -> int:
-    """For sums that wait on the host only until their own unit is updated: those of a unit, and one that is read meanwhile."""
-    waiting = [spec for spec in specs if placements[spec.name].sums_rest is Tier.HOST]
-    return max((sum_rooms(sum(key.trainable for key in segments(spec, world=1))) for spec in waiting), default=0)
+def _shared_rooms(specs: Sequence[UnitSpec], placements: Mapping[str, Placement], world: int) -> SharedRooms:
+    """For sums that wait on the host only until their own unit is updated."""
+    waiting = [segments(spec, world=world) for spec in specs if placements[spec.name].sums_rest is Tier.HOST]
+    return shared_rooms([layout.shard_numel for key, layout in layouts.items() if key.trainable] for layouts in waiting)
 
 
 def _settle_buffers(model: nn.Module, device: torch.device, config: Config) -> None:
@@ -255,7 +255,8 @@ def _run(spec: UnitSpec, world: int) -> Run:
     """With the gaps that its flats will have: a limit counts them as well."""
     layouts = segments(spec, world=world)
     frozen = sum(layout.numel for key, layout in layouts.items() if not key.trainable)
-    return Run(spec.name, sum(layout.numel for layout in layouts.values()), 1, frozen, outer=spec.name == "")
+    sums = tuple(layout.numel for key, layout in layouts.items() if key.trainable)
+    return Run(spec.name, sum(layout.numel for layout in layouts.values()), 1, frozen, outer=spec.name == "", sums=sums)
 
 
 def _by_stage(specs: Sequence[UnitSpec], config: Config, world: int) -> list[Placement]:

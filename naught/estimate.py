@@ -15,7 +15,7 @@ from naught.job import ActivationBytes, Checkpointing, Job
 from naught.layout import ALIGN_NUMEL, pad
 from naught.machine import Machine
 from naught.placement import Kind, Tier
-from naught.rooms import ROOMS_ON_THE_WAY, room_bytes, staging_bytes, sum_rooms
+from naught.rooms import ROOMS_ON_THE_WAY, room_bytes, shared_rooms, staging_bytes
 from naught.sizes import PlacedRun, each_resting, tiled
 from naught.traffic import Times, times_of, traffic_of
 from naught.working_set import working_set
@@ -83,8 +83,8 @@ def forecast(
     if not machine.unified:
         memory[Tier.DEVICE][Category.BUFFERS] += staging_bytes(_largest_part(placed, machine), berths)
     memory[Tier.HOST][Category.BUFFERS] += _rooms(placed, machine, job)
-    if job.update_in_backward and any(placement.sums_rest is Tier.HOST for _, placement in placed):
-        memory[Tier.HOST][Category.GRADIENTS] += sum_rooms(1) * _SUM * _largest_part(placed, machine)
+    if job.update_in_backward:
+        memory[Tier.HOST][Category.BUFFERS] += _sum_rooms(placed, machine)
     kept = job.checkpointing is Checkpointing.NONE
     memory[Tier.DEVICE][Category.ACTIVATIONS] += activations.gradient + (activations.full if kept else activations.working)
     if not kept:
@@ -115,9 +115,6 @@ def forecast(
     )
 
 
-_SUM = 4  # bytes of an element that waits for its update
-
-
 def forecast_with_most_staging(
     name: str, placed: Sequence[PlacedRun], activations: ActivationBytes, machine: Machine, job: Job, *, tiles: int = 1
 ) -> Forecast:
@@ -136,6 +133,14 @@ def _travels(placed: Sequence[PlacedRun]) -> bool:
 def _largest_part(placed: Sequence[PlacedRun], machine: Machine) -> int:
     """Of a rank, in elements."""
     return max((pad(run.numel, machine.ranks, ALIGN_NUMEL) for run, _ in placed), default=0) // machine.ranks
+
+
+def _sum_rooms(placed: Sequence[PlacedRun], machine: Machine) -> int:
+    """On the host, for sums that wait only until their own unit is updated."""
+    waiting = [run.flats_of_sums for run, placement in placed if placement.sums_rest is Tier.HOST]
+    return shared_rooms(
+        [pad(numel, machine.ranks, ALIGN_NUMEL) // machine.ranks for numel in numels] for numels in waiting
+    ).nbytes
 
 
 def _rooms(placed: Sequence[PlacedRun], machine: Machine, job: Job) -> int:

@@ -140,6 +140,11 @@ class Gradients:
         return self.content is Content.OWN
 
     @property
+    def complete(self) -> bool:
+        """Whether there is a gradient of every parameter, and no reduce has seen any."""
+        return self.unsent and all(self.filled)
+
+    @property
     def begun(self) -> bool:
         """Whether there is anything of this step's gradients."""
         return self.content is not Content.NOTHING or not self.owned.empty

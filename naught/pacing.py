@@ -10,7 +10,7 @@ from enum import Enum, auto
 from naught.lanes import Bar, Lane, Lanes
 from naught.machine import Machine
 from naught.placement import Kind, Tier
-from naught.rooms import LEAVING, sum_rooms
+from naught.rooms import LEAVING, UNITS_SUMMED
 from naught.steps import Placements, Sizes, Step, Verb, order_of_updates
 
 __all__ = ["Course", "Pace", "Work", "pace"]
@@ -166,7 +166,7 @@ class _Walk:
     def store(self, unit: str) -> None:
         """The device adds to what is below already of this step, once it is there; what is on disk is read first."""
         size, summed = self.course.sizes[unit], self.ready[_Ready.SUMMED, unit]
-        if len(self.rooms) >= sum_rooms(1):
+        if len(self.rooms) >= UNITS_SUMMED:
             summed = max(summed, self.rooms.popleft())
             self.lanes.hold(Lane.COMPUTE, summed)  # it asks for nothing else meanwhile
         if unit in self.begun:

@@ -159,6 +159,7 @@ class Passes:
     def _refuse_absent(self, fix: str) -> None:
         if self.away is not None:
             raise self.away
+        self.refuse_midway()
         absent = [unit for name, unit in self.schedule.units.items() if not unit.present and name not in self.lent]
         if absent and all(unit.lazy for unit in absent):
             raise UsageError("the weights of the last step are still to come", fix=f"{fix}, or set naught.lazy_weights to false")

@@ -20,7 +20,10 @@ __all__ = ["Arrangement", "Limits", "berths_beside", "place_in_pool", "refuse_fu
 
 _TILES = (2, 4, 8, 16, 32, 64)
 _FEWER = "; fewer or smaller requests of the disk (aio.queue_depth, aio.block_size) need smaller buffers on the host"
-_EARLY = "set naught.update_in_backward, for one micro-batch a step and no clipping: then it would fit; or "
+_EARLY = (
+    "set naught.update_in_backward, for one micro-batch a step, no clipping, no fp16, and an optimizer by name: then it would "
+    "fit; or "
+)
 _ON_DISK = "name a folder for what has no room in naught.nvme_path (in a simulation, say how large a --disk there is)"
 
 

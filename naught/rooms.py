@@ -6,6 +6,9 @@ are rooms for tiles.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 __all__ = [
     "BERTH_NUMEL",
     "LEAST_BERTHS",
@@ -14,11 +17,13 @@ __all__ = [
     "ROOMS_ON_THE_WAY",
     "STRETCH_NUMEL",
     "TILE_STEP",
+    "UNITS_SUMMED",
+    "SharedRooms",
     "landings_of",
     "room_bytes",
+    "shared_rooms",
     "staging_berths",
     "staging_bytes",
-    "sum_rooms",
 ]
 
 # What is reckoned on a device is reckoned in stretches of so many elements; what goes between it and the host goes through berths
@@ -30,6 +35,7 @@ _LANDINGS = 2  # berths for what comes up: one is filled while the other is cast
 # come back from there: written and about to be, read ahead, and raised.
 LEAVING = 2
 ROOMS_ON_THE_WAY = 2 * (LEAVING + 1)
+UNITS_SUMMED = 2  # that shared rooms are enough for: the sums of one come while those of the other are read
 TILE_STEP = 4096  # elements: of every type a whole number of pages
 
 
@@ -51,9 +57,23 @@ def staging_bytes(largest_numel: int, most: int, berth_numel: int = BERTH_NUMEL)
     return staging_berths(largest_numel, most, berth_numel) * min(berth_numel, largest_numel) * 4
 
 
-def sum_rooms(sums: int) -> int:
-    """On the host, where each unit is updated as soon as it has its sums: so many at a time, and one that is read meanwhile."""
-    return sums + 1
+@dataclass(frozen=True)
+class SharedRooms:
+    """So many rooms for sums, of so many elements of 32 bits each."""
+
+    count: int = 0
+    numel: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.numel * 4
+
+
+def shared_rooms(units: Iterable[Sequence[int]]) -> SharedRooms:
+    """On the host, where each unit is updated as soon as it has its sums: rooms for those of any unit, and one that is read
+    meanwhile. `units` has the elements of each sum."""
+    sums = [numels for numels in units if numels]
+    return SharedRooms(max(map(len, sums)) + 1, max(map(max, sums))) if sums else SharedRooms()
 
 
 def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int, others: int = 1) -> int:

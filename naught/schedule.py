@@ -59,6 +59,9 @@ class _Early(Protocol):
     def begun(self) -> bool:
         """Whether the weights are those of a step that is not over."""
 
+    def has_taken(self, unit: Unit) -> bool:
+        """Whether it is updated in this step."""
+
     def take(self, unit: Unit) -> None:
         """Update one whose gradients are summed. All ranks do so for the same one."""
 
@@ -201,19 +204,21 @@ class Schedule:
             unit.release()
         if event.moment is Moment.DONE and unit.trained:
             unit.collect()
-            if unit.placement.grad.split or running.which.last:
+            if (unit.placement.grad.split or running.which.last) and not self._is_over(unit):
                 self._serve(running, Step(Verb.REDUCE, Kind.GRAD, event.unit))
 
     def _serve(self, running: _Pass, wanted: Step | None) -> None:
         """Take part in what ranks need until this rank has what it wants, or until no rank wants anything."""
+        complete = wanted is not None and wanted.verb is Verb.REDUCE and self.units[wanted.unit].complete
         while True:
-            rows = self.group.exchange(torch.tensor([self._code(wanted)]))
-            codes = [code for code in rows.flatten().tolist() if code >= 0]
+            rows = self.group.exchange(torch.tensor([self._code(wanted), complete]))
+            codes = [code for code in rows[:, 0].tolist() if code >= 0]
             if not codes:
                 return
             chosen = self._step(min(codes))
             self._take_part(running, chosen)
-            if chosen == wanted and bool((rows == rows[0]).all()):  # else some rank may still have gradients of one to come
+            # Else some rank may still have gradients of it to come: of other calls, or of what was computed before the forward.
+            if chosen == wanted and complete and bool((rows == rows[0]).all()):
                 self._update_summed(running, chosen.unit)
             if chosen == wanted:
                 return
@@ -236,6 +241,10 @@ class Schedule:
                 if name in running.summed:
                     running.summed.discard(name)
                     self.early.take(self.units[name])
+
+    def _is_over(self, unit: Unit) -> bool:
+        """Whether it is updated, and has nothing more on this rank."""
+        return self.early is not None and self.early.has_taken(unit) and not unit.owes(last=True)
 
     def _code(self, step: Step | None) -> int:
         return -1 if step is None else 2 * self.order.index(step.unit) + (step.verb is Verb.REDUCE)

@@ -12,7 +12,7 @@ class Run(NamedTuple):
     """A row of units of one size, in the order of the forward pass.
 
     `frozen` of a unit's elements are never trained. An `outer` unit is in use around all the others: the root, which
-    holds what is tied.
+    holds what is tied. `sums` has the elements of each of a unit's flats of gradients, if there are several.
     """
 
     name: str
@@ -20,6 +20,12 @@ class Run(NamedTuple):
     repeat: int = 1
     frozen: int = 0
     outer: bool = False
+    sums: tuple[int, ...] = ()
+
+    @property
+    def flats_of_sums(self) -> tuple[int, ...]:
+        trained = self.numel - self.frozen
+        return self.sums or ((trained,) if trained else ())
 
 
 @dataclass(frozen=True)

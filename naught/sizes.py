@@ -56,7 +56,8 @@ def tiled(run: Run, tiles: int) -> Run:
     if run.outer:  # in use throughout: its tiles would be as well
         return run
     frozen, trained = -(-run.frozen // tiles), -(-(run.numel - run.frozen) // tiles)
-    return run._replace(numel=frozen + trained, repeat=run.repeat * tiles, frozen=frozen)
+    sums = tuple(-(-numel // tiles) for numel in run.sums)
+    return run._replace(numel=frozen + trained, repeat=run.repeat * tiles, frozen=frozen, sums=sums)
 
 
 def unit_bytes(run: Run, placement: Placement, world: int, job: Job) -> UnitBytes:

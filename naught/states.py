@@ -17,7 +17,7 @@ from naught.rules import Hyper, Part, Rule
 from naught.shelves import Shelf
 from naught.spill import Stored
 
-__all__ = ["Cut", "Resting", "States", "Updating", "updating"]
+__all__ = ["Cut", "Resting", "States", "Updating", "changed_since", "updating"]
 
 
 class Updating(NamedTuple):
@@ -45,6 +45,12 @@ def updating(rule: Rule, hypers: Sequence[Hyper], most_numel: int) -> Updating:
     """An update by the hyperparameters as they are now: what a schedule of the rate writes to them afterwards does not change one
     that still goes on."""
     return Updating(rule, [_as_it_is(hyper) for hyper in hypers] if rule.defers else hypers, most_numel)
+
+
+def changed_since(how: Updating, hypers: Sequence[Hyper]) -> str | None:
+    """The name of a hyperparameter that is not what it is in an update; None: all are."""
+    pairs = ((was, now, name) for was, now in zip(how.hypers, hypers, strict=True) for name in was if name != "params")
+    return next((name for was, now, name in pairs if not bool(torch.as_tensor(was[name] == now[name]).all())), None)
 
 
 def _as_it_is(hyper: Hyper) -> Hyper:

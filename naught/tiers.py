@@ -21,7 +21,7 @@ from naught.flat import Meter
 from naught.home import HostSide
 from naught.host_crew import Crew, HostCrew, cores_of
 from naught.present import present
-from naught.rooms import TILE_STEP
+from naught.rooms import TILE_STEP, SharedRooms
 from naught.rota import Rota
 from naught.shelves import HostShelf
 from naught.spill import Desk
@@ -72,10 +72,10 @@ def _disk_side_in(folder: str, config: Config, device: torch.device, meter: Mete
 
 
 def host_side(
-    config: Config, group: Group, device: torch.device, meter: Meter, *, largest_numel: int, most_berths: int, shared_rooms: int
+    config: Config, group: Group, device: torch.device, meter: Meter, *, largest_numel: int, most_berths: int, shared: SharedRooms
 ) -> HostSide | None:
     """What a rank needs on its host; None: nothing can rest there. No part of a flat that travels has more elements. All sums of
-    gradients share so many rooms; 0: each has its own."""
+    gradients share rooms, if there are any of these; else each has its own."""
     placement, zero = placement_of(config), config.zero_optimization
     if not placement.travels and config.naught.placement == "stage":
         return None
@@ -85,7 +85,7 @@ def host_side(
     shelf = HostShelf(device, meter, pins=pins, limit=limit)
     apart = around.is_apart(device)
     ferry = Ferry(Staging(device, largest_numel, most_berths if apart else 0), meter, apart=apart)
-    rooms = SumRooms(shelf, largest_numel, torch.float32, shared_rooms) if shared_rooms else None
+    rooms = SumRooms(shelf, shared.numel, torch.float32, shared.count) if shared.count else None
     return HostSide(shelf, ferry, hire_crew(device, group), config.naught.host_sums, rooms)
 
 

@@ -177,6 +177,11 @@ class Unit:
         self.start_reduce()
         self.settle()
 
+    @property
+    def complete(self) -> bool:
+        """Whether this rank has collected a gradient of every parameter: of a pass that is not known, more may come of others."""
+        return all(segment.grads.complete for segment in self.trained)
+
     def owes(self, *, last: bool) -> bool:
         """Whether this rank has gradients that must still be collected, or reduced where that is due."""
         due = self.placement.grad.split or last

@@ -15,7 +15,7 @@ from naught.segment import Segment
 from naught.states import Updating
 from naught.strays import Lookout
 from naught.unit import Unit
-from naught.verdict import judge, norms_of_slices
+from naught.verdict import by_segment, judge, norms_of_slices, used_here
 
 __all__ = ["Norm", "UpdateLimits", "update"]
 
@@ -63,20 +63,18 @@ def update(
     one that no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
-    used = [flag for segment in trained for flag in segment.grads.used]
     with group.noting():
         for segment in trained:
             segment.heed_writes()
     late = any(unit.owes(last=True) for unit in units)
     norms = norms_of_slices(trained)
     asked = [*about_husks(units), *lookout.asks_about(trained)]
-    verdict = judge(group, norms, asked, lambda: tell() or prepare(trained, how), late=late, used=used)
+    verdict = judge(group, norms, asked, lambda: tell() or prepare(trained, how), late=late, used=used_here(trained))
     if verdict is None:
         return None
     norm = Norm(verdict.norm / scale)
     if norm.finite or not limits.skips:
-        anywhere = iter(verdict.used)
-        flags = {segment: [next(anywhere) for _ in segment.grads.used] for segment in trained}
+        flags = by_segment(trained, verdict.used)
         courier = Courier(limits.flight_bytes)
         apply(units, how, flags, _coefficient(norm.total, limits.clip) / scale, courier, delayed=delayed)
         courier.arrive()

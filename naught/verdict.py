@@ -16,7 +16,7 @@ from naught.comm import Group
 from naught.errors import UsageError
 from naught.segment import Segment
 
-__all__ = ["Verdict", "judge", "norms_of_slices"]
+__all__ = ["Verdict", "by_segment", "judge", "norms_of_slices", "used_here"]
 
 
 class Verdict(NamedTuple):
@@ -69,6 +69,17 @@ def norms_of_slices(trained: Iterable[Segment]) -> list[Tensor]:
     found = [segment.grads.slice_or_norms() for segment in trained if segment.counts]
     read = iter(norms_of_each([each for each in found if isinstance(each, Tensor)]))
     return [norms for each in found for norms in (next(read) if isinstance(each, Tensor) else each)]
+
+
+def used_here(trained: Iterable[Segment]) -> list[bool]:
+    """Which parameters this rank has used."""
+    return [flag for segment in trained for flag in segment.grads.used]
+
+
+def by_segment(trained: Iterable[Segment], used: Iterable[bool]) -> dict[Segment, list[bool]]:
+    """The same flags, or those of all ranks together, for each segment."""
+    flags = iter(used)
+    return {segment: [next(flags) for _ in segment.grads.used] for segment in trained}
 
 
 def _root(squares: list[float]) -> float:

@@ -105,6 +105,27 @@ def test_a_parameter_that_is_used_outside_of_its_module_is_updated_after_its_las
         assert two.run(take_awkward_steps, name, stage, early(more)) == late
 
 
+def take_penalized_steps(stage: int, more: dict[str, Any], use: str) -> tuple[list[float], str]:
+    """With a part of the loss that is computed of weights before the forward begins, and goes through them in the backward."""
+    engine = start(stage, more=more)
+    losses = []
+    for step in range(4):
+        weight = engine.module.get_submodule(use).weight
+        penalty = (weight * weight.detach().sign()).mean()
+        loss = engine(batch_of(step, my_rank())) + penalty
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, digest_of_weights(engine)
+
+
+@pytest.mark.parametrize("use", ["tok", "blocks.1.up", "head"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_weight_that_was_used_before_the_forward_is_updated_after_its_last_use(two, stage, use):
+    whole = {"naught": {"lazy_weights": False}}
+    assert two.run(take_penalized_steps, stage, early(whole), use) == two.run(take_penalized_steps, stage, whole, use)
+
+
 def train_pooled(folder: str | None, soon: bool) -> tuple[list[float], str, set[str]]:
     limits = {"placement": "auto", "gpu_memory": "300kB", "host_memory": "450kB" if folder else "1MB", "activation_memory": 1}
     more = BF16 | {"naught": limits | ({"nvme_path": folder} if folder else {}) | {"update_in_backward": soon}}
@@ -255,7 +276,7 @@ def test_a_model_that_fits_only_without_gradients_is_told_so_and_trains_within_i
         more = BF16 | {"naught": limits | {"update_in_backward": soon}}
         return engine_of(deep(24), config_of(3, more=more, stage3_prefetch_bucket_size=0))
 
-    with pytest.raises(PlacementError, match=r"Set naught\.update_in_backward, for one micro-batch a step and no clipping"):
+    with pytest.raises(PlacementError, match=r"Set naught\.update_in_backward, for one micro-batch a step, no clipping"):
         engine(False)
     trained = engine(True)
     take_deep_steps(trained, 3)
@@ -370,14 +391,24 @@ def mistakes(place: str, folder: str) -> list[str]:
         param.grad = torch.ones_like(param) if my_rank() == 0 else None
         engine.step()
 
+    def change_rate(engine: Engine) -> None:
+        backward(engine)
+        if my_rank() == 0:
+            engine.optimizer.set_lr(0.5)
+        engine.step()
+
+    def take_state_dict(engine: Engine) -> None:
+        backward(engine)
+        engine.module.state_dict()
+
     def override_scale(engine: Engine) -> None:
         engine.override_loss_scale(2.0)
 
     def set_batch(engine: Engine) -> None:
         engine.set_train_batch_size(engine.train_batch_size() * 2)
 
-    midway = (twice, look, lend, take_back, read_weights, read_moments, save, load)
-    for do in (infinite, late, *midway, unsynced, read, override_scale, set_batch):
+    midway = (twice, look, lend, take_back, read_weights, read_moments, save, load, take_state_dict)
+    for do in (infinite, late, change_rate, *midway, unsynced, read, override_scale, set_batch):
         told(start_early(stage, more=BF16, **zero), do)
     return stories
 
@@ -387,8 +418,9 @@ def test_mistakes_are_told_on_every_rank_alike(two, place, tmp_path):
     ranks = two.run(mistakes, place, str(tmp_path))
     wanted = (
         "the gradients of this step are not finite, and units have been updated with them",
-        "some rank has gradients that came after the update of their unit",
-        *["are in the weights already (naught.update_in_backward), and its step is not over"] * 8,
+        "some rank has gradients that came after the updates of this step",
+        '"lr" was changed between a backward and its step',
+        *["are in the weights already (naught.update_in_backward), and its step is not over"] * 9,
         "this one does not end its step",
         "let go in the backward",
         "a scale of 2 is undone before an update",
@@ -397,8 +429,32 @@ def test_mistakes_are_told_on_every_rank_alike(two, place, tmp_path):
     for stories in ranks:
         for story, words in zip(stories, wanted, strict=True):
             assert words in story
-        for at in (0, 1):  # these end their step
+        for at in (0, 1, 2):  # these end their step
             assert "Some weights are new and some are old: load a checkpoint" in stories[at]
+
+
+def write_midway(stage: int, more: dict[str, Any], name: str) -> str:
+    """What training has come to, or what it was told."""
+    engine = start(stage, more=more)
+    take_steps(engine, 2)
+    engine.backward(engine(batch_of(2, my_rank())))
+    with torch.no_grad():
+        engine.module.get_submodule(name).weight.mul_(0.5)
+    try:
+        engine.step()
+    except UsageError as error:
+        return " ".join([str(error), *error.__notes__])
+    return digest_in_32_bits(engine)
+
+
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_write_between_a_backward_and_its_step_is_told_or_kept_where_the_update_is_still_to_come(two, stage, precision):
+    more = precision | {"naught": {"lazy_weights": False}}
+    for story in two.run(write_midway, stage, early(more), "head"):
+        assert '"head.weight" was written to between a backward and its step' in story
+        assert "Some weights are new and some are old" in story
+    assert two.run(write_midway, stage, early(more), "tok") == two.run(write_midway, stage, more, "tok")
 
 
 def go_on(what: str, folder: str) -> str:
