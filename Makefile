@@ -20,7 +20,7 @@ test-gpu:
 		tests/test_resume.py tests/test_async_saves.py tests/test_io_errors.py tests/test_weights.py \
 		tests/test_watch.py tests/test_watchdog.py tests/test_shortage.py tests/test_offload.py \
 		tests/test_delay.py tests/test_small_moments.py tests/test_disk.py tests/test_tiled.py tests/test_vertical.py tests/test_born.py \
-		tests/test_activations.py tests/test_block_norms.py tests/test_ferry.py tests/test_early.py \
+		tests/test_activations.py tests/test_block_norms.py tests/test_ferry.py tests/test_early.py tests/test_used_again.py \
 		tests/test_faults.py tests/test_faults_beside.py
 
 # The large counts: every model, world, accumulation and clipping; many more examples of every property.

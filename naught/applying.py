@@ -35,11 +35,11 @@ def _telling() -> Iterator[None]:
 
 
 def prepare(trained: Iterable[Segment], how: Updating) -> Exception | None:
-    """Have all the moments that an update of what this rank has used wants, while nothing has changed: there may be no memory for
-    them, and that is returned, to be raised on all ranks together."""
+    """Have all the moments that an update of what is summed wants, while nothing has changed: there may be no memory for them,
+    and that is returned, to be raised on all ranks together."""
     try:
         for segment in trained:
-            if any(segment.grads.used) and not segment.grads.empty:
+            if not segment.grads.empty:
                 segment.prepare(how)
     except Exception as error:
         return error
@@ -59,9 +59,6 @@ def apply(
     """Update what this rank owns. On the host that goes on beside everything else, a unit at a time. On the device a batch of
     units is in each call of the rule, and new weights travel beside the next batch; some may be under way when this returns."""
     due = {segment: flags for segment, flags in used.items() if any(flags) and not segment.grads.empty}
-    for segment in due:
-        if not any(segment.grads.used):  # only others have used it
-            segment.prepare(how)
     caught_up = [unit for unit in units if unit.catch_up()]  # also what is not used in this step
     units = [unit for unit in units if any(segment in due for segment in unit.trained)]
     remote = [unit for unit in units if unit.remote]
@@ -122,36 +119,36 @@ def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 class Courier:
     """Brings new weights of whole flats from their owners to everybody, within a limit of bytes under way; lazy units are
-    gathered where they are used next."""
+    gathered where they are used next. Unless it goes `at_once` weights stay hidden until they are to arrive."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, most_bytes: int, *, at_once: bool = True) -> None:
+        self.most_bytes, self.at_once = most_bytes, at_once
         self.under_way: deque[tuple[Unit, int]] = deque()
         self.nbytes = 0
-        self.remote: list[Unit] = []  # that the host still updates: who gathers one waits for that, and does so last
+        self.last: list[Unit] = []  # what is not to be sent yet, and what the host still updates: who gathers it waits for that
 
     def send(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            unit.outdate(hide=unit.lazy)
+            unit.outdate(hide=unit.lazy or not self.at_once)
             if unit.present or unit.lazy or unit.placement.param.split:
                 continue
-            if unit.remote:
-                self.remote.append(unit)
+            if unit.remote or not self.at_once:
+                self.last.append(unit)
             else:
                 self._send(unit)
 
     @_telling()
     def arrive(self) -> None:
         """Wait until everybody has all of them."""
-        for unit in self.remote:
+        for unit in self.last:
             self._send(unit)
-        self.remote.clear()
+        self.last.clear()
         while self.under_way:
             self._arrive()
 
     def forget(self) -> None:
         """Whoever uses a unit next waits for its weights."""
-        self.remote.clear()
+        self.last.clear()
         self.under_way.clear()
         self.nbytes = 0
 

@@ -153,9 +153,20 @@ class Between(Answers):
             raise UsageError("custom_load_fn is not available", fix="leave it out")
         self.background.wait()
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        if wanted.optimizer and not wanted.module_only:
+            self._forget_backward()
         with self.watchdog.resting():
             found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
         return f"{load_dir}/{found}", client_state
+
+    def _forget_backward(self) -> None:
+        """What one has updated a load replaces."""
+        early, running = self.stepping.early, self.schedule.current
+        if early is not None and (early.begun or (running is not None and running.seen_backward)):
+            self.passes.abort()
+            early.forget()
+            self.accumulation.start_over()
+            self.observer.forget()
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
         """Take over whole weights from a safetensors file, or from a folder as Hugging Face writes them: every rank reads the

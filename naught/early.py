@@ -1,5 +1,9 @@
 """Early: updates in the middle of a backward. Each unit is updated as soon as its gradients are summed, and these are let go: no
-gradients wait for the norm, and none rest anywhere. What that norm was is known when the step is over."""
+gradients wait for the norm, which is known when the step is over.
+
+Until then weights that are new read as NaN: the forward of this step was computed with others. Who uses them again in the
+backward, where no forward has told, has a norm that says so.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,18 @@ from naught.applying import Courier, apply, prepare
 from naught.comm import Group
 from naught.errors import ScheduleError, UsageError
 from naught.optimizer import Optimizer
-from naught.segment import Segment
 from naught.states import Updating, changed_since, updating
 from naught.strays import Lookout
 from naught.unit import Unit
 from naught.update import Norm, UpdateLimits
 from naught.verdict import by_segment, judge, norms_of_slices, used_here
-from naught.versions import Versions
 
 __all__ = ["Early"]
 
 _PART_NUMEL = 1 << 23  # on a device, where activations are while this goes on: an update has less to widen at a time
 _ONCE = (
-    "with naught.update_in_backward a step is one forward and one backward: call engine.step() after each, or leave the key out"
+    "with naught.update_in_backward a step is one forward and one backward: call engine.step() after each, or leave the key out, "
+    "also for a model that uses weights in its backward where its forward has not"
 )
 
 
@@ -39,8 +42,7 @@ class Early:
         self.lookout = Lookout()
         self.how: Updating | None = None  # None: no unit of this step has got so far
         self.norms: dict[Unit, list[Tensor]] = {}  # of the gradients of those that are updated
-        self.known: dict[Segment, Versions] = {}  # what their parameters were then
-        self.courier = Courier(limits.flight_bytes)
+        self.courier = Courier(limits.flight_bytes, at_once=False)
 
     @property
     def begun(self) -> bool:
@@ -50,42 +52,69 @@ class Early:
     def has_taken(self, unit: Unit) -> bool:
         return unit in self.norms
 
+    def refuse_midway(self) -> None:
+        """Weights and states are those of no step while one is under way."""
+        if self.begun:
+            raise UsageError(
+                "the gradients of this backward are in the weights already (naught.update_in_backward), and its step is not over",
+                fix="call engine.step() first, or load a checkpoint, or leave the key out",
+            )
+
+    def refuse_more(self) -> None:
+        """Every backward ends a step."""
+        raise UsageError(
+            "naught.update_in_backward updates in every backward, and this one is said not to end its step",
+            fix="leave out no_sync and what says so of a micro-batch, or the key",
+        )
+
+    def refuse_to_look(self) -> None:
+        """Of gradients there is nothing to be seen between a backward and its step."""
+        raise UsageError(
+            "gradients are let go in the backward (naught.update_in_backward)",
+            fix="look at them in hooks of your own on parameters, or leave the key out",
+        )
+
     def take(self, unit: Unit) -> None:
         """Update a unit whose gradients are all summed; all ranks do so for the same one. A parameter that no rank used stays as
         it is."""
         if self.has_taken(unit):
             raise ScheduleError(f'unit "{unit.name or "root"}" has more gradients and is updated already', fix=_ONCE)
-        if self.how is None:
-            self.settle()
-            self.optimizer.will_step()
-            self.how = updating(self.optimizer.rule, self.optimizer.param_groups, self.limits.part_numel)
+        how = self._begin()
         with self.group.noting():
             self.lookout.heed_all(unit.trained)
         norms = norms_of_slices(unit.trained)
-        amiss = prepare(unit.trained, self.how) or self.group.noted
+        amiss = prepare(unit.trained, how) or self.group.noted
         failed, *used = self.group.exchange(torch.tensor([amiss is not None, *used_here(unit.trained)])).any(0).tolist()
         if failed:
             self.group.raise_together(amiss)
         self.norms[unit] = norms
-        apply([unit], self.how, by_segment(unit.trained, used), 1.0, self.courier, delayed=False)
+        apply([unit], how, by_segment(unit.trained, used), 1.0, self.courier, delayed=False)
         for segment in unit.trained:
             segment.grads.let_sum_go()
-            if not segment.weights.split:
-                self.known[segment] = Versions(segment.weights.params)
+
+    def _begin(self) -> Updating:
+        """How all units of this step are updated."""
+        if self.how is None:
+            self.settle()
+            self.optimizer.will_step()
+            self.how = updating(self.optimizer.rule, self.optimizer.param_groups, self.limits.part_numel)
+        return self.how
 
     def finish(self, units: Sequence[Unit], tell: Callable[[], Exception | None]) -> Norm:
         """The norm of the gradients that this step has had. What is amiss on any rank is raised on all."""
+        how = self._begin()  # also where there are no gradients
         with self.group.noting():
             self.lookout.heed_all([segment for unit in units if unit not in self.norms for segment in unit.trained])
         late = any(unit.owes(last=True) for unit in units)
         norms = [each for unit in units for each in self.norms.get(unit, ())]
-        verdict = judge(self.group, norms, about_husks(units), lambda: tell() or self._amiss(), late=late)
+        verdict = judge(self.group, norms, about_husks(units), lambda: tell() or self._changed(how), late=late)
         if verdict is None:
             raise ScheduleError("some rank has gradients that came after the updates of this step", fix=_ONCE)
         norm = Norm(verdict.norm)
         if not norm.finite:
             raise ScheduleError(
-                "the gradients of this step are not finite, and units have been updated with them",
+                "the gradients of this step are not finite, and units have been updated with them. (Weights that are used again "
+                "in the backward, after the update of their unit, read as NaN.)",
                 fix="lower the learning rate, or leave naught.update_in_backward out: then such a step is skipped",
             )
         self.courier.arrive()
@@ -94,26 +123,19 @@ class Early:
 
     def forget(self) -> None:
         """The step is over, one way or another."""
+        for unit in self.norms:
+            unit.show()
         self.how = None
         self.norms.clear()
-        self.known.clear()
         self.courier.forget()
 
-    def _amiss(self) -> UsageError | None:
-        """What was changed between the backward and its step, too late for units that are updated."""
-        name = None if self.how is None else changed_since(self.how, self.optimizer.param_groups)
-        if name is not None:
-            return UsageError(
-                f'"{name}" was changed between a backward and its step, and units have been updated by what it was '
-                "(naught.update_in_backward)",
-                fix="change hyperparameters before the forward or after the step",
-            )
-        for segment, known in self.known.items():
-            index = known.first_written()
-            if index is not None:
-                return UsageError(
-                    f'parameter "{segment.layout.slots[index].name}" was written to between a backward and its step, when it was '
-                    "updated already (naught.update_in_backward)",
-                    fix="write to parameters before the forward or after the step",
-                )
-        return None
+    def _changed(self, how: Updating) -> UsageError | None:
+        """What comes too late for units that are updated."""
+        name = changed_since(how, self.optimizer.param_groups)
+        if name is None:
+            return None
+        return UsageError(
+            f'"{name}" was changed between a backward and its step, and units have been updated by what it was '
+            "(naught.update_in_backward)",
+            fix="change hyperparameters before the forward or after the step",
+        )

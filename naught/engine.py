@@ -84,6 +84,8 @@ class Engine(Between):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not recomputing():
+            with self._all_or_nothing("backward"):
+                self.passes.end_backward()
             self.passes.refuse_midway()  # not as a fault of the step, which may still be taken
         cast = self.settings.torch_autocast
         if self.settings.fp16.auto_cast:
@@ -122,6 +124,7 @@ class Engine(Between):
             torch.autograd.backward(self.scale(share), retain_graph=retain_graph)
             self.passes.collect()
             _collect_everywhere()
+            self.passes.end_backward()
         self.accumulation.backward()
         self.observer.lost(loss)
         return share.detach()
@@ -173,6 +176,8 @@ class Engine(Between):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the micro-batch under way is the last of its step. From here on the caller counts, not the engine."""
+        if not is_boundary and self.stepping.early is not None:
+            self.stepping.early.refuse_more()
         self.accumulation.declare(last=is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

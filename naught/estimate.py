@@ -97,8 +97,9 @@ def forecast(
             memory[Tier.HOST][category] = 0
     cells = memory[Tier.DEVICE]
     going = cells[Category.ACTIVATIONS] + cells[Category.CHECKPOINTS]
-    resting = cells[Category.GRADIENTS] if job.accumulation == 1 else 0  # else they are there from the first micro-batch on
-    coming = resting + work.flats
+    # Gradients come while activations go, but where they are there from the first micro-batch on, or a few of them all along.
+    resting = cells[Category.GRADIENTS] if job.accumulation == 1 else 0
+    coming = 0 if job.update_in_backward else resting + work.flats
     traffic = traffic_of(placed, activations, machine, job)
     return Forecast(
         name=name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -139,10 +139,10 @@ class Gradients:
         """Whether gradients were collected that no reduce has seen."""
         return self.content is Content.OWN
 
-    @property
-    def complete(self) -> bool:
-        """Whether there is a gradient of every parameter, and no reduce has seen any."""
-        return self.unsent and all(self.filled)
+    def is_complete(self, touched: Collection[object] | None) -> bool:
+        """Whether there is a gradient of every parameter that a forward has touched, or of each, and no reduce has seen any."""
+        lacking = (param for param, filled in zip(self.params, self.filled, strict=True) if not filled)
+        return self.unsent and all(touched is not None and param not in touched for param in lacking)
 
     @property
     def begun(self) -> bool:

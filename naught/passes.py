@@ -81,6 +81,9 @@ class Passes:
         self._open(training=torch.is_grad_enabled())
         self.watch.enter("forward")
         if self.is_recording() and (self.coming_and_going or self.schedule.early is not None):
+            running = self.schedule.current
+            if running is not None and not running.events:
+                running.touched = set()
             self.recording.enter_context(Scout(self.homes, self._found))
 
     @property
@@ -109,15 +112,14 @@ class Passes:
             alone = not training and not self.coming_and_going
             last = self.completes_step()
             if training and not last and self.schedule.early is not None:
-                raise UsageError(
-                    "naught.update_in_backward updates in every backward, and this one does not end its step",
-                    fix="leave out no_sync and what says so of a micro-batch, or the key",
-                )
+                self.schedule.early.refuse_more()
             self.schedule.open(training=training, which=self.schedule.which(last=last), careful=careful, alone=alone)
 
     def _found(self, param: nn.Parameter) -> None:
-        """A parameter is about to be used where its unit may be absent."""
+        """A parameter is about to be used, maybe where its unit is absent."""
         name, running = self.homes[param], self.schedule.current
+        if running is not None and running.touched is not None:
+            running.touched.add(param)
         matters = name in self.coming_and_going or self.schedule.early is not None  # for else it may be updated too soon
         if running is not None and matters and not running.is_in_use(name):
             running.surprised = True
@@ -257,16 +259,17 @@ class Passes:
             self.close()
         return self.lends.open(params, writer, keeps=keeps)
 
+    def end_backward(self) -> None:
+        """Where units are updated in the backward, have all of them updated that one has reached."""
+        running = self.schedule.current
+        if self.schedule.early is not None and running is not None and running.seen_backward:
+            self.close()
+
     def refuse_midway(self) -> None:
         """Where units are updated in the backward, weights and states are those of no step until it is over."""
-        early, running = self.schedule.early, self.schedule.current
-        if early is not None and running is not None and running.seen_backward:
-            self.close()  # so that all ranks have updated the same units
-        if early is not None and early.begun:
-            raise UsageError(
-                "the gradients of this backward are in the weights already (naught.update_in_backward), and its step is not over",
-                fix="call engine.step() first, or leave the key out",
-            )
+        self.end_backward()  # of a user's own: all ranks have updated the same units then
+        if self.schedule.early is not None:
+            self.schedule.early.refuse_midway()
 
     def remove(self) -> None:
         """Give the model whole weights of its own again, and stop to listen."""

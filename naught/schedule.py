@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from naught.comm import SAME_ORDER, Group
 from naught.errors import ScheduleError
@@ -38,10 +39,12 @@ class _Pass:
     program: Program | None
     leg: int = 0
     events: list[Event] = field(default_factory=list)
-    depth: Counter[str] = field(default_factory=Counter)  # forwards that have begun and not ended
+    entered: Counter[str] = field(default_factory=Counter)  # forwards that have begun
+    depth: Counter[str] = field(default_factory=Counter)  # and not ended
     backward: set[str] = field(default_factory=set)
     seen_backward: bool = False
     summed: set[str] = field(default_factory=set)  # units whose gradients were summed, and that may be updated
+    touched: set[nn.Parameter] | None = None  # parameters that its forwards have used; None: nobody has looked
     # Something came to light that changes what the next pass says: this record is not worth a plan.
     surprised: bool = False
     # Nothing comes or goes, and no gradient is made: this rank may do it by itself.
@@ -55,9 +58,11 @@ class _Pass:
 class _Early(Protocol):
     """Whoever updates units in the backward."""
 
-    @property
-    def begun(self) -> bool:
-        """Whether the weights are those of a step that is not over."""
+    def refuse_midway(self) -> None:
+        """Weights are those of no step while one is under way."""
+
+    def refuse_more(self) -> None:
+        """Every backward ends a step."""
 
     def has_taken(self, unit: Unit) -> bool:
         """Whether it is updated in this step."""
@@ -161,6 +166,7 @@ class Schedule:
         moment, name = event
         running.events.append(event)
         if moment is Moment.ENTER:
+            running.entered[name] += 1
             running.depth[name] += 1
         elif moment is Moment.EXIT:
             running.depth[name] -= 1
@@ -186,8 +192,7 @@ class Schedule:
         for unit in self.units.values():
             unit.settle()
             unit.drop_reading()
-        running.summed |= running.program.summed(running.leg) if running.program is not None else set()
-        self._update_summed(running)
+        running.summed |= running.program.summed(running.leg) if running.program is not None else set()  # more may come of them
         running.program = None
         self.programs.pop((running.training, running.which), None)
 
@@ -209,7 +214,7 @@ class Schedule:
 
     def _serve(self, running: _Pass, wanted: Step | None) -> None:
         """Take part in what ranks need until this rank has what it wants, or until no rank wants anything."""
-        complete = wanted is not None and wanted.verb is Verb.REDUCE and self.units[wanted.unit].complete
+        complete = wanted is not None and wanted.verb is Verb.REDUCE and self._is_complete(running, wanted.unit)
         while True:
             rows = self.group.exchange(torch.tensor([self._code(wanted), complete]))
             codes = [code for code in rows[:, 0].tolist() if code >= 0]
@@ -217,7 +222,7 @@ class Schedule:
                 return
             chosen = self._step(min(codes))
             self._take_part(running, chosen)
-            # Else some rank may still have gradients of it to come: of other calls, or of what was computed before the forward.
+            # Else it waits for the end of the pass, also where only some rank has it to do so.
             if chosen == wanted and complete and bool((rows == rows[0]).all()):
                 self._update_summed(running, chosen.unit)
             if chosen == wanted:
@@ -241,6 +246,11 @@ class Schedule:
                 if name in running.summed:
                     running.summed.discard(name)
                     self.early.take(self.units[name])
+
+    def _is_complete(self, running: _Pass, name: str) -> bool:
+        """Whether nothing of a unit is still to come on this rank. Of one that was entered more than once, or lent to others,
+        nobody knows; nor where a parameter was used before the forward."""
+        return running.entered[name] == 1 and self.units[name].is_complete(running.touched)
 
     def _is_over(self, unit: Unit) -> bool:
         """Whether it is updated, and has nothing more on this rank."""

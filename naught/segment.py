@@ -78,8 +78,7 @@ class Segment:
             if placement.grad.tier is Tier.DISK:
                 owner = DiskSum(owned.numel, types.grads, home)
             else:
-                rooms = home.host.rooms_for(owned.numel, types.grads.on_host)
-                owner = HostSum(owned.numel, types.grads, home.host.ferry, rooms)
+                owner = HostSum(owned.numel, types.grads, home)
         self.grads = Gradients(params, layout, types.grads, home, owner)
         self.source = source_of(self.weights, self.kept, self.beside, home)
 

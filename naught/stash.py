@@ -10,7 +10,7 @@ from torch import Tensor
 
 from naught.block_norms import norms_of
 from naught.ferry import Ferry, Sent
-from naught.home import GradTypes
+from naught.home import GradTypes, Home
 from naught.spill import Room
 from naught.streams import Point
 from naught.sum_rooms import SumRoom, SumRooms
@@ -38,8 +38,11 @@ class HostSum:
     """Leaves the device as soon as it is there. Its norm is taken on the way, by the same kernel as that of a sum that stays,
     so that it is the same."""
 
-    def __init__(self, numel: int, types: GradTypes, ferry: Ferry, rooms: SumRooms) -> None:
-        self.numel, self.dtype, self.summed, self.ferry, self.rooms = numel, types.on_host, types.sums, ferry, rooms
+    def __init__(self, numel: int, types: GradTypes, home: Home) -> None:
+        assert home.host is not None
+        self.numel, self.dtype, self.summed, self.group = numel, types.on_host, types.sums, home.group
+        self.ferry: Ferry = home.host.ferry
+        self.rooms: SumRooms = home.host.rooms_for(numel, types.on_host)
         self.room: SumRoom | None = None
         self.sent: Sent | None = None  # None: there is no sum
 
@@ -74,7 +77,10 @@ class HostSum:
 
     def add(self, part: Tensor) -> None:
         if self.sent is None:
-            self.room = self.rooms.take()
+            with self.group.noting():  # one more may be too many for the host
+                self.room = self.rooms.take()
+            if self.room is None:
+                return
         else:
             self.sent.arrived.hold(self.ferry.device)  # what is there is brought up again, and must be there
         self.sent = self.ferry.send(part, self.home, self.summed, onto=self.sent is not None)

@@ -114,12 +114,9 @@ class Stepping:
         self.scale = FixedScale(scale)
 
     def refuse_to_look(self) -> None:
-        """Of gradients there is nothing to be seen between a backward and its step."""
+        """At gradients, where there are none to be seen."""
         if self.early is not None:
-            raise UsageError(
-                "gradients are let go in the backward (naught.update_in_backward)",
-                fix="look at them in hooks of your own on parameters, or leave the key out",
-            )
+            self.early.refuse_to_look()
 
     def give_up(self, error: BaseException) -> None:
         """An exception has ended the step."""

@@ -20,6 +20,11 @@ class SumRoom:
         self.held = False  # by a sum that waits for its update
         self.reader: Future[None] | None = None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether an update is through with what is here. Of a sum that was dropped nobody knows whether it still comes."""
+        return not self.held and self.reader is not None and self.reader.done()
+
     def read_by(self, reader: Future[None]) -> None:
         """The sum may be dropped from here on; what comes next waits for this update."""
         self.held, self.reader = False, reader
@@ -35,7 +40,7 @@ class SumRooms:
     """So many rooms of one size, taken in turn: for the sums of one segment, or of all together."""
 
     def __init__(self, shelf: Shelf, numel: int, dtype: torch.dtype, count: int) -> None:
-        self.shelf, self.numel, self.dtype = shelf, numel, dtype
+        self.shelf, self.numel, self.dtype, self.count = shelf, numel, dtype, count
         self.rooms = [self._make() for _ in range(count)]
 
     @property
@@ -44,7 +49,10 @@ class SumRooms:
 
     def take(self) -> SumRoom:
         """The one that was taken the longest ago, once nobody reads it any more; one more, if a sum waits in each: those of units
-        that ranks do not run alike wait for the end of a backward."""
+        that ranks do not run alike wait for the end of a backward. What is too many goes when it is free."""
+        for spare in [room for room in self.rooms if room.is_read][: max(0, len(self.rooms) - self.count)]:
+            self.rooms.remove(spare)
+            self.shelf.give_back(spare.memory, "gradients")
         room = next((room for room in self.rooms if not room.held), None)
         if room is None:
             room = self._make()

@@ -5,7 +5,7 @@ A unit knows what it holds; it does not know when anything should happen. That i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from naught.comm import Pending, Seat
 from naught.placement import Placement
@@ -117,12 +117,20 @@ class Unit:
             segment.weights.release()
 
     def outdate(self, *, hide: bool) -> None:
-        """Only the owners' slices are new: whole weights must be gathered before they are used again. Hidden, they read
-        as NaN until then."""
-        if self.placement.optim.split and not self.placement.param.split:
-            for segment in self.trained if hide else ():
-                segment.weights.hide()
+        """Where only the owners' slices are new, whole weights must be gathered before they are used again. Hidden, they read as
+        NaN until then; where all of them are new, until they are shown."""
+        if self.placement.param.split:
+            return
+        for segment in self.trained if hide else ():
+            segment.weights.hide()
+        if self.placement.optim.split:
             self.present = False
+
+    def show(self) -> None:
+        """Weights that were hidden, and are all here."""
+        if self.present and not self.placement.param.split:
+            for segment in self.trained:
+                segment.weights.bind()
 
     @property
     def behind(self) -> bool:
@@ -177,10 +185,10 @@ class Unit:
         self.start_reduce()
         self.settle()
 
-    @property
-    def complete(self) -> bool:
-        """Whether this rank has collected a gradient of every parameter: of a pass that is not known, more may come of others."""
-        return all(segment.grads.complete for segment in self.trained)
+    def is_complete(self, touched: Collection[object] | None) -> bool:
+        """Whether this rank has collected a gradient of every parameter, or of every one that its forward has `touched`, where
+        that is known."""
+        return all(segment.grads.is_complete(touched) for segment in self.trained)
 
     def owes(self, *, last: bool) -> bool:
         """Whether this rank has gradients that must still be collected, or reduced where that is due."""

@@ -112,8 +112,8 @@ class Naught(Block):
     update_in_backward: Annotated[
         Flag,
         Key(
-            "each unit is updated in the backward, as soon as its gradients are summed, and these are let go: no gradients rest "
-            "anywhere. For one backward a step, without clipping and fp16; the result is the same as without"
+            "each unit is updated in the backward, as soon as its gradients are summed, and these are let go: none rest on the "
+            "device or the host. For one backward a step, without clipping and fp16; the result is the same as without"
         ),
     ] = False
     async_save: Annotated[Flag, Key("save_checkpoint() copies, and writes while training goes on")] = False
