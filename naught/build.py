@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from naught.born import raise_whole
 from naught.comm import Group
-from naught.config import Batch, Config, Effect, check, disk_folder, keys, placement_of, to_document
+from naught.config import Batch, Config, disk_folder, placement_of
 from naught.describe import describe
 from naught.devices import Pool
 from naught.errors import UsageError
@@ -39,101 +38,10 @@ from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.untrainable import refuse_model
 from naught.update import UpdateLimits
 
-__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_batch", "refuse_what_is_not_there_yet"]
+__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_batch"]
 
-_LOG = logging.getLogger("naught")
 
 _NO_LIMIT = 1 << 62
-
-# Keys that this engine heeds, and keys that only tune: the result is the same without them.
-_HEEDED = (
-    "train_",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer.",
-    "scheduler.",
-    "fp16.",
-    "bf16.",
-    "torch_autocast.enabled",
-    "torch_autocast.dtype",
-    "data_types.",
-    "communication_data_type",
-    "gradient_allreduce_op",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "managed_gradient_accumulation",
-    "dataloader_drop_last",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "comms_logger.",
-    "flops_profiler.",
-    "timers.",
-    "tensorboard.",
-    "csv_monitor.",
-    "wandb.",
-    "zero_optimization.stage",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_optimizer.ratio",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_param.device",
-    "zero_optimization.offload_param.nvme_path",
-    "zero_optimization.offload_param.max_in_cpu",
-    "zero_optimization.offload_param.pin_memory",
-    "zero_optimization.overlap_comm",
-    "aio.block_size",
-    "aio.intra_op_parallelism",
-    "aio.queue_depth",
-    "zero_optimization.leaf_module.",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.allgather_bucket_size",
-    "zero_optimization.sub_group_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.stage3_model_persistence_threshold",
-    "naught.nvme_path",
-    "activation_checkpointing.",
-    "naught.activations",
-    "naught.saved_tensors",
-    "naught.gradients",
-    "naught.tiles",
-    "naught.reduce_every_micro_batch",
-    "naught.lazy_weights",
-    "naught.private_pool",
-    "naught.small_masters",
-    "naught.small_moments",
-    "naught.wide_gradients",
-    "naught.delay_update_after",
-    "naught.update_in_backward",
-    "naught.placement",
-    "naught.gpu_memory",
-    "naught.host_memory",
-    "naught.activation_memory",
-    "naught.async_save",
-    "naught.keep_last",
-    "naught.keep_every",
-    "naught.watchdog_s",
-)
-_TUNING = ("zero_optimization.", "aio.")
-
-
-def refuse_what_is_not_there_yet(config: Config) -> None:
-    """A key that would change the result or ask for more than there is yet is refused, not ignored."""
-    if config.auto:
-        raise UsageError(f'"auto" is left in {", ".join(sorted(config.auto))}', fix="give values; nobody has filled them in")
-    asked = [note.path for note in check(to_document(config)).notes if note.effect is Effect.HONOURED]
-    defaults = {keys.plain_path(entry.path): entry.info.default for entry in keys.entries()}
-    unheeded = [path for path in asked if not _is_heeded(path) and _value(config, path) != defaults.get(path)]
-    wanted = [path for path in unheeded if not path.startswith(_TUNING)]
-    if wanted:
-        raise UsageError(
-            f"the engine cannot do this yet: {', '.join(wanted)}", fix="remove the keys, or wait for the release that can"
-        )
-    if unheeded:
-        _LOG.warning("no effect yet, but on memory and speed only: %s", ", ".join(unheeded))
 
 
 def refuse_batch(config: Config, batch: Batch) -> None:
@@ -143,17 +51,6 @@ def refuse_batch(config: Config, batch: Batch) -> None:
             f"naught.update_in_backward lets gradients go in every backward, and a step has {batch.accumulation} of them",
             fix="set gradient_accumulation_steps to 1 (zero.Vertical has one backward for all of them), or leave the key out",
         )
-
-
-def _is_heeded(path: str) -> bool:
-    return any(path.startswith(key) if key.endswith(("_", ".")) else path == key for key in _HEEDED)
-
-
-def _value(config: Config, path: str) -> Any:
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 class Surroundings(NamedTuple):

@@ -18,10 +18,10 @@ from naught.accumulation import Accumulation
 from naught.activation_rests import AsItIs, Split
 from naught.agreement import agree, facts_of
 from naught.born import splits
-from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_batch, refuse_what_is_not_there_yet
+from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_batch
 from naught.claims import refuse_claimed
 from naught.comm import Among, Group, Ledger, Lineup, Mean, lineup_of, local_of, make_group, standing
-from naught.config import Batch, Config, Source, derive_batch, load
+from naught.config import Batch, Config, Source, derive_batch, load, refuse_auto
 from naught.data import Loader, loader_of
 from naught.devices import device_for, limit_memory
 from naught.dividing import divide, replace_in_groups
@@ -91,7 +91,7 @@ def initialize(
     here = standing()
     with make_group(Ledger(), torch.device(get_accelerator().current_device_name()), reduce_numel=1).together():
         settings = load(_source(args, config, config_params))
-        refuse_what_is_not_there_yet(settings)
+        refuse_auto(settings)
         _refuse(model, mesh_param)
         assert model is not None
         lineup = _lineup(model, settings, mesh, mpu)

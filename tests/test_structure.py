@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 import naught
+from naught.config import Effect
+from naught.config.keys import entries, plain_path
+from naught.config.recipe import Recipe
 
 PACKAGE = Path(naught.__file__).parent
 
@@ -429,6 +432,23 @@ def test_every_export_exists_and_every_public_name_is_exported(name):
     }
     # Blocks of the configuration are reached through Config.
     assert name in ("config.schema", "config.optimizers", "config.recipe") or public <= exported
+
+
+SCHEMA = ("config.schema", "config.ours", "config.precisions", "config.optimizers", "config.observation", "config.recipe")
+
+
+def test_every_key_that_is_said_to_be_honoured_is_read_somewhere():
+    """As an attribute or, where a block is handed on, as a name."""
+    words = {
+        word
+        for name in ORDER
+        if name not in SCHEMA
+        for node in ast.walk(ast.parse(path_of(name).read_text(encoding="utf-8")))
+        for word in (getattr(node, "attr", None), getattr(node, "arg", None), getattr(node, "value", None))
+        if isinstance(word, str)
+    }
+    honoured = {plain_path(entry.path) for entry in entries(Recipe) if entry.key.effect is Effect.HONOURED}
+    assert {path for path in honoured if path.rpartition(".")[2] not in words} == set()
 
 
 def test_every_name_of_the_package_can_be_had():

@@ -1,7 +1,7 @@
 """Config: a user's DeepSpeed JSON as one frozen, typed object, or one error that names every problem."""
 
 from naught.config.batch import Batch, derive_batch
-from naught.config.check import Note, Report, check, fill, load, to_document
+from naught.config.check import Note, Report, check, fill, load, refuse_auto, to_document
 from naught.config.placing import disk_folder, disk_threads, named_folder, placement_of
 from naught.config.read import Source
 from naught.config.schema import Config
@@ -22,5 +22,6 @@ __all__ = [
     "load",
     "named_folder",
     "placement_of",
+    "refuse_auto",
     "to_document",
 ]

@@ -17,9 +17,9 @@ from naught.config.read import Document, Source, Spot, dotted, is_remark, read
 from naught.config.refused import REFUSED, REFUSED_OPTIMIZERS, is_off
 from naught.config.schema import Config, Zero
 from naught.config.types import Block, Effect, shown
-from naught.errors import ConfigError, Problem
+from naught.errors import ConfigError, Problem, UsageError
 
-__all__ = ["Note", "Report", "check", "fill", "load", "to_document"]
+__all__ = ["Note", "Report", "check", "fill", "load", "refuse_auto", "to_document"]
 
 
 class Note(NamedTuple):
@@ -237,6 +237,12 @@ def fill(config: Config, values: Mapping[str, Any]) -> Config:
         if path in config.auto:
             _put(document, path, value)
     return load(document)
+
+
+def refuse_auto(config: Config) -> None:
+    """Somebody was to fill in what is "auto"."""
+    if config.auto:
+        raise UsageError(f'"auto" is left in {", ".join(sorted(config.auto))}', fix="give values; nobody has filled them in")
 
 
 def _put(document: dict[str, Any], path: str, value: Any) -> None:

@@ -43,7 +43,7 @@ class Bf16(Block):
 class Autocast(Block):
     enabled: Annotated[Flag, Key("run the forward under torch.autocast; weights keep their precision")] = False
     dtype: Annotated[Precision, Key("precision of autocast")] = "bf16"
-    lower_precision_safe_modules: Annotated[Names | None, Key("module classes whose weights may travel in this precision")] = None
+    lower_precision_safe_modules: Annotated[Names | None, idle("weights travel in their own precision")] = None
 
 
 class DataTypes(Block):

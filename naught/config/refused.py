@@ -28,6 +28,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "bf16.bf16_master_weights_and_grads": "masters are always 32-bit",
         "bf16.bf16_optimizer_states": "optimizer states are always 32-bit",
         "aio.use_gds": "GPUDirect Storage needs compiled code",
+        "checkpoint.use_node_local_storage": "a checkpoint is one folder, which all hosts must see",
         "pipeline": f"no pipeline parallelism: {_PARALLEL}",
         "tensor_parallel": "a model is not cut for you; cut it with torch's parallelize_module and give initialize its mesh",
         "sequence_parallel_size": f"no sequence parallelism: {_PARALLEL}",

@@ -158,11 +158,9 @@ class Zero(Block):
     ] = False
     leaf_module: Annotated[LeafModule, Key("modules to treat as one unit")] = LeafModule()
     compute_grad_norm: Annotated[
-        Flag, Key("false skips the norm where nothing needs it, so that updates start during backward")
+        Flag, idle("the norm also tells whether a step is finite; naught.update_in_backward does not wait for it")
     ] = True
-    load_from_fp32_weights: Annotated[
-        Flag, Key("masters come from the checkpoint's 32-bit weights, not from its 16-bit ones")
-    ] = True
+    load_from_fp32_weights: Annotated[Flag, idle("a checkpoint's weights are always the 32-bit masters")] = True
     contiguous_gradients: Annotated[Flag, idle("gradients always go into one flat buffer for each unit")] = True
     reduce_scatter: Annotated[Flag, idle("split gradients are always reduce-scattered, whole ones never")] = True
     use_multi_rank_bucket_allreduce: Annotated[Flag, idle("a unit's gradients are one collective for all owners")] = True
@@ -223,7 +221,6 @@ class Aio(Block):
 
 
 class Checkpoint(Block):
-    use_node_local_storage: Annotated[Flag, Key("every node saves to a folder of its own")] = False
     tag_validation: Annotated[
         Literal["ignore", "warn", "fail"],
         BeforeValidator(lower),

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 import naught
-from naught.build import refuse_what_is_not_there_yet
 from naught.comm.agent import run_ranks
-from naught.config import load
+from naught.config import load, refuse_auto
 from naught.errors import NaughtError, UsageError
 from naught.model_names import parse_model
 from naught.stages.runs import DDP, StageRun, why
@@ -51,7 +50,7 @@ def _missing(run: StageRun) -> str | None:
     if run.name == DDP:
         return None
     try:
-        refuse_what_is_not_there_yet(load({"train_micro_batch_size_per_gpu": 1, **run.config}))
+        refuse_auto(load({"train_micro_batch_size_per_gpu": 1, **run.config}))
     except UsageError as error:
         return f"not in this release: {error.what}"
     return None

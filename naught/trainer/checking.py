@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from naught.build import refuse_what_is_not_there_yet
-from naught.config import load
+from naught.config import load, refuse_auto
 from naught.config.recipe import Recipe
 from naught.config.resolving import engine_document
 from naught.errors import UsageError
@@ -18,7 +17,7 @@ __all__ = ["check_early"]
 
 def check_early(recipe: Recipe) -> None:
     """Raise what every rank would find as well: data and models that are not there, and what the engine cannot do."""
-    refuse_what_is_not_there_yet(load(engine_document(recipe)))
+    refuse_auto(load(engine_document(recipe)))
     for key, path in (("data.path", recipe.data.path), ("data.validation_path", recipe.data.validation_path)):
         if path is not None and path.endswith(".npy"):
             if not Path(path).expanduser().is_file():
