@@ -98,6 +98,70 @@ def test_plan_reads_a_pool_that_it_has_written(run, tmp_path):
     assert asked["total_bytes"]["device"] <= 24e9 < asked["total_bytes"]["device"] + asked["total_bytes"]["host"]
 
 
+GIVEN = {
+    "train_batch_size": 64,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "zero_optimization": {
+        "stage": 2,
+        "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.5},
+        "offload_param": None,
+    },
+    "activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4},
+    "naught": {"small_masters": True, "gradients": "host", "keep_last": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [
+        ("stage1", {"stage": 1, "overlap_comm": True}),
+        ("stage3-offload", {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}),
+    ],
+)
+def test_plan_writes_a_given_configuration_changed_in_what_a_placement_says(run, tmp_path, name, zero):
+    given, path = tmp_path / "given.json", tmp_path / "ds.json"
+    given.write_text(json.dumps(GIVEN), encoding="utf-8")
+    code, _, _ = run(
+        "plan", "gpt2", *BOX, "--config", str(given), "--activations", "block", "--write", str(path), "--placement", name
+    )
+    assert code == 0
+    written = json.loads(path.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in GIVEN.items() if key not in ("zero_optimization", "activation_checkpointing", "naught")}
+    assert written == kept | {
+        "zero_optimization": zero,
+        "activation_checkpointing": {"number_checkpoints": 4},
+        "naught": {"small_masters": True, "keep_last": 3},
+    }
+
+
+def test_what_is_asked_for_beside_a_configuration_is_written_too(run, tmp_path):
+    given, path = tmp_path / "given.json", tmp_path / "ds.json"
+    given.write_text(json.dumps(GIVEN | {"naught": {}}), encoding="utf-8")
+    more = ["--batch", "3", "--dtype", "fp16", "--optimizer", "lion", "--write", str(path), "--placement", "stage2"]
+    assert run("plan", "gpt2", *BOX, "--config", str(given), *more)[0] == 0
+    config = load(path)
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (None, 3, 2)
+    assert (config.fp16.enabled, config.bf16.enabled, config.optimizer.type) == (True, False, "Lion")
+    assert config.gradient_clipping == 0.5
+
+
+def test_a_pool_that_fits_only_without_gradients_is_written_so(run, tmp_path):
+    given, path = tmp_path / "given.json", tmp_path / "ds.json"
+    ours = {"placement": "auto", "gpu_memory": "147GB", "host_memory": "122GB", "small_masters": True, "update_in_backward": True}
+    document = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0, "bf16": {"enabled": True}, "naught": ours}
+    given.write_text(json.dumps(document | {"zero_optimization": {"stage": 3}}), encoding="utf-8")
+    asked = ("plan", "gpt:layers=60,hidden=5120,heads=40", "--ranks", "1", "--gpu", "147GB", "--disk", "0")
+    assert run(*asked, "--config", str(given), "--write", str(path))[0] == 0
+    code, out, _ = run(*asked, "--config", str(path))
+    assert code == 0
+    assert "the configuration fits" in out
+
+
 def test_plan_writes_what_it_recommends_with_tiles_and_host_checkpoints(run, tmp_path):
     path = tmp_path / "ds.json"
     big = ["--ranks", "512", "--per-node", "16", "--gpu", "v100", "--host", "1.5TB", "--disk", "28TB"]

@@ -91,7 +91,9 @@ def add_plan(commands: Any) -> None:
     job.add_argument("--attention", choices=("fused", "eager"), default="fused", help="eager keeps the seq x seq scores")
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--write", metavar="FILE", help="write the configuration of the recommended placement; - for standard output"
+        "--write",
+        metavar="FILE",
+        help="write the configuration of the recommended placement, what --config says beside it included; - for standard output",
     )
     output.add_argument("--placement", metavar="NAME", help="with --write: this placement instead of the recommended one")
     output.add_argument("--nvme-path", metavar="DIR", default="/local_nvme", help="with --write: folder for the disk tier")

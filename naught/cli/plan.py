@@ -16,7 +16,7 @@ from naught.advice import Advice, advise, pool
 from naught.cli.arguments import SCALING
 from naught.cli.files import write_new
 from naught.cli.machines import machine_of, machine_text, rates_text
-from naught.cli.plan_file import Wanted, document_of
+from naught.cli.plan_file import Wanted, base_of, base_of_given, document_of
 from naught.errors import UsageError
 from naught.estimate import Forecast, forecast_with_most_staging
 from naught.formulas import recipe
@@ -300,7 +300,7 @@ def _write(options: argparse.Namespace, advice: Advice, question: _Question) -> 
         raise UsageError("nothing fits, so nothing was written", fix="name one with --placement to write it all the same")
     from naught.config import load
 
-    wanted = Wanted(question.machine, question.job, question.dtype, question.optimizer, options.nvme_path)
+    wanted = Wanted(question.machine, question.job, options.nvme_path, _base(options, question))
     document = document_of(row, wanted)
     load(document)  # what is written here must be what is accepted there
     text = json.dumps(document, indent=2) + "\n"
@@ -309,3 +309,14 @@ def _write(options: argparse.Namespace, advice: Advice, question: _Question) -> 
         return
     write_new(options.write, text)
     print(f"wrote {options.write} for {row.name}", file=sys.stderr)
+
+
+def _base(options: argparse.Namespace, question: _Question) -> dict[str, Any]:
+    """What no placement decides: of the configuration that was given, if there is one."""
+    job, config = question.job, question.config
+    if config is None:
+        return base_of(job, question.dtype, question.optimizer)
+    from naught.config import to_document
+
+    batch = options.batch is not None or options.accumulation is not None
+    return base_of_given(to_document(config), job, batch=batch, dtype=options.dtype, optimizer=options.optimizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from naught.advice import POOLED
@@ -10,7 +12,7 @@ from naught.job import Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Placement, Tier
 
-__all__ = ["Wanted", "document_of"]
+__all__ = ["Wanted", "base_of", "base_of_given", "document_of"]
 
 _DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
@@ -26,48 +28,97 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 class Wanted(NamedTuple):
-    """For which machine and job, in which precision, by which optimizer, and where on disk."""
+    """For which machine and job, where on disk, and what no placement decides."""
 
     machine: Machine
     job: Job
-    dtype: str
-    optimizer: str
     nvme_path: str
+    base: Mapping[str, Any]
+
+
+def base_of(job: Job, dtype: str, optimizer: str) -> dict[str, Any]:
+    """What no placement decides, for who has given no configuration."""
+    base = {**_batch(job), "gradient_clipping": 1.0, "optimizer": _OPTIMIZERS[optimizer]}
+    return base | ({dtype: {"enabled": True}} if dtype != "fp32" else {})
+
+
+def base_of_given(given: Mapping[str, Any], job: Job, *, batch: bool, dtype: str | None, optimizer: str | None) -> dict[str, Any]:
+    """The same of a configuration, which stays as it is but for what a placement decides and what else was asked for. No
+    `dtype` and no `optimizer`: its own."""
+    base = deepcopy(dict(given))
+    for path in _DECIDED:
+        *blocks, key = path.split(".")
+        block = base
+        for name in blocks:
+            block = block.get(name) or {}
+        block.pop(key, None)
+    if batch or not any(key in base for key in _BATCH):
+        base = {key: value for key, value in base.items() if key not in _BATCH} | _batch(job)
+    if dtype is not None:
+        base = {key: value for key, value in base.items() if key not in ("fp16", "bf16")}
+        base |= {dtype: {"enabled": True}} if dtype != "fp32" else {}
+    if optimizer is not None:
+        base["optimizer"] = _OPTIMIZERS[optimizer]
+    return base
+
+
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# What a placement says. Of blocks that move something elsewhere it keeps how.
+_DECIDED = (
+    "zero_optimization.stage",
+    *(f"zero_optimization.{block}.{key}" for block in _OFFLOADS for key in ("device", "nvme_path", "ratio")),
+    "activation_checkpointing.cpu_checkpointing",
+    *(f"naught.{key}" for key in ("placement", "gpu_memory", "host_memory", "nvme_path", "gradients", "activations", "tiles")),
+)
+
+
+def _batch(job: Job) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": job.micro_batch, "gradient_accumulation_steps": job.accumulation}
 
 
 def document_of(row: Forecast, wanted: Wanted) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": wanted.job.micro_batch,
-        "gradient_accumulation_steps": wanted.job.accumulation,
-        "gradient_clipping": 1.0,
-        "optimizer": _OPTIMIZERS[wanted.optimizer],
-    }
-    if wanted.dtype != "fp32":
-        document[wanted.dtype] = {"enabled": True}
+    zero: dict[str, Any] = {}
     ours: dict[str, Any] = {}
     if row.name == POOLED:
-        document["zero_optimization"] = {"stage": 3}
+        zero = {"stage": 3}
         # What it was planned for; on a machine that has more, a pool without limits would be another one.
         limits = {"gpu_memory": wanted.machine.gpu.memory_bytes, "host_memory": wanted.machine.host_for_states}
         ours |= {name: nbytes for name, nbytes in limits.items() if nbytes}
         ours |= {"placement": POOLED} | ({"nvme_path": wanted.nvme_path} if row.total(Tier.DISK) else {})
     else:
-        document["zero_optimization"] = _zero(PLACEMENTS[row.name], wanted.nvme_path)
+        zero = _zero(PLACEMENTS[row.name], wanted.nvme_path)
         if PLACEMENTS[row.name].grad.tier is Tier.DISK:
             ours["gradients"] = "disk"
     if row.tiles > 1:
         ours["tiles"] = row.tiles
-    if row.checkpointing is Checkpointing.HOST:
-        document["activation_checkpointing"] = {"cpu_checkpointing": True}
+    checkpointing = {"cpu_checkpointing": True} if row.checkpointing is Checkpointing.HOST else {}
     if row.checkpointing is Checkpointing.DISK:
         ours |= {"activations": "disk", "nvme_path": wanted.nvme_path}
-    return document | ({"naught": ours} if ours else {})
+    document = _over(wanted.base, {"zero_optimization": zero, "activation_checkpointing": checkpointing, "naught": ours})
+    for name in _OFFLOADS:  # how something is moved that is not
+        if name not in zero:
+            document["zero_optimization"].pop(name, None)
+    return document
+
+
+def _over(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said, block by block, over what is there; blocks that say nothing go."""
+    document = dict(base)
+    for name, value in said.items():
+        if not isinstance(value, Mapping):
+            document[name] = value
+            continue
+        document[name] = _over(document.get(name) or {}, value)
+        if not document[name]:
+            del document[name]
+    return document
 
 
 def _zero(placement: Placement, nvme_path: str) -> dict[str, Any]:
     splits = (placement.param.split, placement.grad.split, placement.optim.split)
     zero: dict[str, Any] = {"stage": sum(splits)}
-    for key, place in (("offload_optimizer", placement.optim), ("offload_param", placement.param)):
+    for key, place in zip(_OFFLOADS, (placement.optim, placement.param), strict=True):
         if place.tier is not Tier.DEVICE:
             zero[key] = {"device": _DEVICES[place.tier]}
             if place.tier is Tier.DISK:
