@@ -31,8 +31,6 @@ _ACTIONS: dict[tuple[Verb, Kind], _Bind] = {
     (Verb.SETTLE, Kind.GRAD): lambda unit: unit.settle,
     (Verb.LEAVE, Kind.GRAD): lambda unit: unit.collect,
 }
-
-
 _UPDATE = (Verb.UPDATE, Kind.OPTIM)
 
 

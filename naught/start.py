@@ -88,18 +88,42 @@ def initialize(
     """
     if dist_init_required or (dist_init_required is None and not comm.is_initialized() and find_seat(os.environ) is not None):
         comm.init_distributed(distributed_port=distributed_port)
-    here = standing()
     with make_group(Ledger(), torch.device(get_accelerator().current_device_name()), reduce_numel=1).together():
         settings = load(_source(args, config, config_params))
         refuse_auto(settings)
         _refuse(model, mesh_param)
         assert model is not None
-        lineup = _lineup(model, settings, mesh, mpu)
-        device = device_for(model) if here is None else here.device
-        chosen = _optimizer(settings, model, optimizer, model_parameters, device)
-        _refuse_rule(settings, chosen)
-        rates = _rates(settings, chosen, lr_scheduler)
-        membership = Membership(model, [] if chosen is None else chosen.param_groups)
+        asked = _asked(model, settings, _lineup(model, settings, mesh, mpu), optimizer, model_parameters, lr_scheduler)
+    return _start(asked, training_data, collate_fn)
+
+
+class _Asked(NamedTuple):
+    """What a script wants to have trained, once nothing is wrong with it."""
+
+    model: nn.Module
+    settings: Config
+    lineup: Lineup | None
+    device: torch.device
+    optimizer: Optimizer | None
+    rates: Scheduler | None
+    membership: Membership
+
+
+def _asked(
+    model: nn.Module, settings: Config, lineup: Lineup | None, optimizer: Hand | None, params: Groups | None, rates: Any
+) -> _Asked:
+    here = standing()
+    device = device_for(model) if here is None else here.device
+    chosen = _optimizer(settings, model, optimizer, params, device)
+    _refuse_rule(settings, chosen)
+    made = _rates(settings, chosen, rates)
+    membership = Membership(model, [] if chosen is None else chosen.param_groups)
+    return _Asked(model, settings, lineup, device, chosen, made, membership)
+
+
+def _start(asked: _Asked, training_data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Started:
+    """From here on ranks talk of one model, and if this fails it is what it was."""
+    model, settings, lineup, device, chosen, rates, membership = asked
     watch = Watch(device, model_bytes=_bytes_on(device, model))
     most = settings.zero_optimization.reduce_bucket_size
     group = make_group(watch.ledger, device, reduce_numel=most, mean=_mean(settings), lineup=lineup)
@@ -107,7 +131,7 @@ def initialize(
     if settings.naught.tiles > 1:
         replace_in_groups(membership.groups, divide(model, settings.naught.tiles))
         membership = Membership(model, membership.groups)
-    with ExitStack() as undo:  # if this fails the model is what it was
+    with ExitStack() as undo:
         if lineup is not None:
             undo.callback(lambda groups: replace_in_groups(groups, put_back(model)), membership.groups)
             replace_in_groups(membership.groups, localize(model, lineup))
