@@ -11,10 +11,9 @@ from torch import nn
 
 from naught.born import raise_whole
 from naught.comm import Group
-from naught.config import Batch, Config, disk_folder, placement_of
+from naught.config import Config, disk_folder, place_by_stage, placement_of
 from naught.describe import describe
 from naught.devices import Pool
-from naught.errors import UsageError
 from naught.filling import Filling
 from naught.flat import Meter
 from naught.hints import leaf_names, renew_loans
@@ -24,7 +23,7 @@ from naught.layout import ALIGN_NUMEL
 from naught.local_parts import is_repeated
 from naught.membership import Membership
 from naught.moving import Budgets
-from naught.placement import Place, Placement, Tier
+from naught.placement import Placement, Tier
 from naught.pooling import Arrangement, Limits, berths_beside, place_in_pool, refuse_full_disk
 from naught.precision import DTYPES, Precision, kept_in_fp32
 from naught.present import present
@@ -38,19 +37,10 @@ from naught.units import UnitRules, UnitSpec, find_units, segments
 from naught.untrainable import refuse_model
 from naught.update import UpdateLimits
 
-__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of", "refuse_batch"]
+__all__ = ["Surroundings", "budgets_of", "build_units", "limits_of"]
 
 
 _NO_LIMIT = 1 << 62
-
-
-def refuse_batch(config: Config, batch: Batch) -> None:
-    """What a number of micro-batches, known only now or changed, does not allow."""
-    if config.naught.update_in_backward and batch.accumulation > 1:
-        raise UsageError(
-            f"naught.update_in_backward lets gradients go in every backward, and a step has {batch.accumulation} of them",
-            fix="set gradient_accumulation_steps to 1 (zero.Vertical has one backward for all of them), or leave the key out",
-        )
 
 
 class Surroundings(NamedTuple):
@@ -142,7 +132,7 @@ def _arrange(specs: Sequence[UnitSpec], config: Config, world: int, limits: Limi
     if config.naught.placement != "stage":
         assert limits is not None, "a pool has limits: what is free, if no others"
         return place_in_pool(runs, limits)
-    found = _by_stage(specs, config, world)
+    found = place_by_stage([spec.numel for spec in specs], config, world)
     if limits is not None:
         return Arrangement(found, berths_beside([PlacedRun(*pair) for pair in zip(runs, found, strict=True)], limits), wide)
     return Arrangement(found, MOST_BERTHS if any(placement.travels for placement in found) else 0, wide)
@@ -154,34 +144,6 @@ def _run(spec: UnitSpec, world: int) -> Run:
     frozen = sum(layout.numel for key, layout in layouts.items() if not key.trainable)
     sums = tuple(layout.numel for key, layout in layouts.items() if key.trainable)
     return Run(spec.name, sum(layout.numel for layout in layouts.values()), 1, frozen, outer=spec.name == "", sums=sums)
-
-
-def _by_stage(specs: Sequence[UnitSpec], config: Config, world: int) -> list[Placement]:
-    """Each unit as the stage says; but small ones stay whole, the smallest first, as far as there is room."""
-    zero, base = config.zero_optimization, placement_of(config)
-    found = {spec.name: base for spec in specs}
-    if base.param.split:
-        room = zero.stage3_model_persistence_threshold
-        for spec in sorted(specs, key=lambda spec: spec.numel):
-            if spec.numel < zero.stage3_param_persistence_threshold and spec.numel <= room:
-                room -= spec.numel
-                found[spec.name] = replace(base, param=Place(split=False))
-    if zero.offload_param is not None and base.param.tier is Tier.DISK:
-        # So many elements of a rank need not go through the disk.
-        room = zero.offload_param.max_in_cpu * world
-        for spec in specs:
-            if found[spec.name].param.split and spec.numel <= room:
-                room -= spec.numel
-                found[spec.name] = replace(found[spec.name], param=Place(split=True, tier=Tier.HOST))
-    if zero.offload_optimizer is not None and base.optim.tier is not Tier.DEVICE:
-        # What the next forward needs first stays on the device: it is updated at once, and the host has time for the rest.
-        room = round((1 - zero.offload_optimizer.ratio) * sum(spec.numel for spec in specs))
-        for spec in specs:
-            if spec.numel <= room:
-                room -= spec.numel
-                stays = found[spec.name]
-                found[spec.name] = replace(stays, optim=Place(stays.optim.split), grad=Place(stays.grad.split))
-    return [found[spec.name] for spec in specs]
 
 
 def budgets_of(config: Config, units: Mapping[str, Unit], element_bytes: int, world: int) -> Budgets:

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from naught.accumulation import Accumulation, by_an_engine
 from naught.between import Between
-from naught.build import refuse_batch
 from naught.claims import Claims
-from naught.config import Batch, Config
+from naught.config import Batch, Config, refuse_batch
 from naught.data import Loader
 from naught.devices import is_out_of_memory, limit_memory
 from naught.dividing import replace_in_groups
@@ -189,7 +188,7 @@ class Engine(Between):
         self._resize(self.accumulation.resized(micro=micro_batch_size))
 
     def _resize(self, batch: Batch) -> None:
-        refuse_batch(self.settings, batch)
+        refuse_batch(self.settings, batch.accumulation)
         if precision_of(self.settings, batch.accumulation) != precision_of(self.settings, self.accumulation.steps):
             raise UsageError(
                 "the engine was made for another kind of sum: of one micro-batch in 16 bits, or of several in 32",

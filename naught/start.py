@@ -18,10 +18,10 @@ from naught.accumulation import Accumulation
 from naught.activation_rests import AsItIs, Split
 from naught.agreement import agree, facts_of
 from naught.born import splits
-from naught.build import Surroundings, budgets_of, build_units, limits_of, refuse_batch
+from naught.build import Surroundings, budgets_of, build_units, limits_of
 from naught.claims import refuse_claimed
 from naught.comm import Among, Group, Ledger, Lineup, Mean, lineup_of, local_of, make_group, standing
-from naught.config import Batch, Config, Source, derive_batch, load, refuse_auto
+from naught.config import Batch, Config, Source, derive_batch, load, refuse_auto, refuse_batch
 from naught.data import Loader, loader_of
 from naught.devices import device_for, limit_memory
 from naught.dividing import divide, replace_in_groups
@@ -138,7 +138,7 @@ def _start(asked: _Asked, training_data: Any, collate_fn: Callable[[list[Any]], 
             membership = Membership(model, membership.groups)
         with group.together():
             batch = derive_batch(settings, group.parts)
-            refuse_batch(settings, batch)
+            refuse_batch(settings, batch.accumulation)
             observer = Observer(settings, watch, group.rank)
             loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
         accumulation = Accumulation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -112,7 +113,7 @@ GIVEN = {
         "offload_param": None,
     },
     "activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4},
-    "naught": {"small_masters": True, "gradients": "host", "keep_last": 3},
+    "naught": {"small_masters": True, "gradients": "host", "keep_last": 3, "gpu_memory": "40GB"},
 }
 
 
@@ -135,7 +136,7 @@ def test_plan_writes_a_given_configuration_changed_in_what_a_placement_says(run,
     assert written == kept | {
         "zero_optimization": zero,
         "activation_checkpointing": {"number_checkpoints": 4},
-        "naught": {"small_masters": True, "keep_last": 3},
+        "naught": {"small_masters": True, "keep_last": 3, "gpu_memory": 40_000_000_000},
     }
 
 
@@ -148,6 +149,48 @@ def test_what_is_asked_for_beside_a_configuration_is_written_too(run, tmp_path):
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (None, 3, 2)
     assert (config.fp16.enabled, config.bf16.enabled, config.optimizer.type) == (True, False, "Lion")
     assert config.gradient_clipping == 0.5
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--dtype", "fp16"], "fp16"),
+        (["--accumulation", "4"], "lets gradients go in every backward, and a step has 4|gradients that"),
+    ],
+)
+def test_what_the_engine_would_refuse_is_not_planned(run, tmp_path, more, words):
+    given = tmp_path / "given.json"
+    document = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 0.0}
+    given.write_text(json.dumps(document | {"naught": {"update_in_backward": True}}), encoding="utf-8")
+    assert run("plan", "gpt2", *BOX, "--config", str(given))[0] == 0
+    code, out, err = run("plan", "gpt2", *BOX, "--config", str(given), *more)
+    assert (code, out) == (1, "")
+    assert re.search(words, err)
+
+
+@pytest.mark.parametrize("most", [None, 0, 50_000_000])
+def test_parameters_that_stay_in_host_memory_beside_a_disk_are_planned_there(run, tmp_path, most):
+    given = tmp_path / "given.json"
+    below = {"device": "nvme", "nvme_path": "/x"}
+    zero = {"stage": 3, "offload_optimizer": below, "offload_param": below | ({} if most is None else {"max_in_cpu": most})}
+    given.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}), encoding="utf-8")
+    data = json.loads(run("plan", "gpt2", "--ranks", "2", *BOX[2:], "--config", str(given), "--json")[1])
+    bytes_of = {tier: data["configuration"]["bytes"][tier]["parameters"] for tier in ("host", "disk")}
+    assert (bytes_of["host"] > 0) is (most != 0)
+    assert (bytes_of["disk"] > 0) is (most is not None)
+    assert most is None or bytes_of["host"] <= 2 * most
+
+
+def test_a_folder_that_nobody_has_named_is_said_and_one_that_is_stays(run, tmp_path):
+    path, given = tmp_path / "ds.json", tmp_path / "given.json"
+    _, _, err = run("plan", "gpt2", *BOX, "--write", str(path), "--placement", "infinity-disk")
+    assert "nvme_path is /local_nvme: change it" in err
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mine"}}
+    given.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}), encoding="utf-8")
+    _, out, err = run("plan", "gpt2", *BOX, "--config", str(given), "--write", "-", "--placement", "infinity-disk")
+    written = json.loads(out)["zero_optimization"]
+    assert written["offload_param"] == {"device": "nvme", "nvme_path": "/mine", "max_in_cpu": 0}
+    assert "change it" not in err
 
 
 def test_a_pool_that_fits_only_without_gradients_is_written_so(run, tmp_path):
@@ -229,7 +272,7 @@ def test_a_ratio_leaves_part_of_the_states_on_the_device(run, tmp_path):
     _, out, _ = run("plan", "100M", *BOX, "--config", str(file), "--json")
     data = json.loads(out)
     memory, layers = data["configuration"]["bytes"], data["model"]["units"][0]["repeat"]
-    gone = round(layers * 0.25)
+    gone = layers - int(layers * 0.75)  # as the engine has it: what stays is at most the rest
     assert memory["device"]["optimizer"] * gone == memory["host"]["optimizer"] * (layers - gone)
 
 

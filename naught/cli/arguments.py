@@ -96,7 +96,7 @@ def add_plan(commands: Any) -> None:
         help="write the configuration of the recommended placement, what --config says beside it included; - for standard output",
     )
     output.add_argument("--placement", metavar="NAME", help="with --write: this placement instead of the recommended one")
-    output.add_argument("--nvme-path", metavar="DIR", default="/local_nvme", help="with --write: folder for the disk tier")
+    output.add_argument("--nvme-path", metavar="DIR", help="with --write: folder for the disk tier")
     output.add_argument("--json", action="store_true", help="print data instead of tables")
     output.add_argument("--html", metavar="FILE", help="with --paper scaling, or one of its three: its curves, as one page")
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from naught.advice import Advice, advise, pool
 from naught.cli.arguments import SCALING
 from naught.cli.files import write_new
 from naught.cli.machines import machine_of, machine_text, rates_text
-from naught.cli.plan_file import Wanted, base_of, base_of_given, document_of
+from naught.cli.plan_file import Wanted, asked_beside, base_of, document_of, undecided
 from naught.errors import UsageError
 from naught.estimate import Forecast, forecast_with_most_staging
 from naught.formulas import recipe
@@ -24,7 +25,6 @@ from naught.job import Checkpointing, Job, transformer_activations
 from naught.machine import Machine
 from naught.model_names import parse_model
 from naught.papers import TABLES
-from naught.placement import Place, Placement
 from naught.presets import PRESETS
 from naught.quantity import show_count
 from naught.scaling import CURVES
@@ -131,12 +131,10 @@ class _Question:
         """The forecast of just what the configuration says."""
         if self.config is None:
             return None
-        from naught.config import placement_of
-
         assert self.model.shape is not None
         measured, ours, machine = transformer_activations(self.model.shape, self.job), self.config.naught, self.machine
         if ours.placement == "stage":
-            placed = _placed(self.model.runs, placement_of(self.config), self.config)
+            placed = _placed(self.model.runs, self.config, machine.ranks)
         else:
             machine = machine if ours.nvme_path else replace(machine, disk_bytes=0)
             placed, found = pool(self.model.runs, lambda _: measured, machine, self.job, automatic=False, tiles=False)
@@ -150,9 +148,13 @@ def _question(options: argparse.Namespace) -> _Question:
     config = _config(options.config)
     machine = _within_limits(machine, options, config)
     dtype, optimizer = _precision(options, config, machine)
-    ours = config and config.naught
+    ours = config.naught if config else None
     small = {"small_masters": ours.small_masters, "small_moments": ours.small_moments} if ours else {}
     job = replace(_job(options, config, machine.ranks), recipe=recipe(dtype, optimizer, **small))
+    if config is not None:
+        from naught.config import load, refuse_batch
+
+        refuse_batch(load(_asked_of(options, config, job)), job.accumulation)
     notes = [note for note in (model.note, found) if note]
     if model.shape and model.shape.positions and job.seq > model.shape.positions:
         notes.append(f"the model has {model.shape.positions} positions, and a sample {job.seq} tokens")
@@ -161,17 +163,13 @@ def _question(options: argparse.Namespace) -> _Question:
     return _Question(model, machine, job, dtype, optimizer, tuple(notes), config)
 
 
-def _placed(runs: Sequence[Run], placement: Placement, config: Config) -> list[PlacedRun]:
-    """Every unit as the configuration places it; a ratio below one leaves the last units of each run on the device."""
-    offload = config.zero_optimization.offload_optimizer
-    ratio = offload.ratio if offload and offload.device != "none" else 1.0
-    stay = Placement(placement.param, Place(placement.grad.split), Place(placement.optim.split))
-    placed = []
-    for run in runs:
-        gone = round(run.repeat * ratio)
-        placed += [PlacedRun(run._replace(repeat=gone), placement)] if gone else []
-        placed += [PlacedRun(run._replace(repeat=run.repeat - gone), stay)] if gone < run.repeat else []
-    return placed
+def _placed(runs: Sequence[Run], config: Config, world: int) -> list[PlacedRun]:
+    """Every unit as the configuration places it: neighbours that are alike make a run again."""
+    from naught.config import place_by_stage
+
+    units = [run._replace(repeat=1) for run in runs for _ in range(run.repeat)]
+    alike = groupby(zip(units, place_by_stage([unit.numel for unit in units], config, world), strict=True))
+    return [PlacedRun(unit._replace(repeat=len(list(members))), placement) for (unit, placement), members in alike]
 
 
 def _config(path: str | None) -> Config | None:
@@ -223,10 +221,9 @@ def _job(options: argparse.Namespace, config: Config | None, world: int) -> Job:
             given["summed_grad"] = 2
         given["wide_gradients"] = config.naught.wide_gradients
         given["host_sums"] = config.naught.host_sums
+        given["update_in_backward"] = config.naught.update_in_backward
     flags = {"micro_batch": options.batch, "seq": options.seq, "accumulation": options.accumulation}
     given |= {name: value for name, value in flags.items() if value is not None}
-    if config is not None:  # with more micro-batches it would be refused
-        given["update_in_backward"] = config.naught.update_in_backward and given.get("accumulation", 1) == 1
     if options.activations != "auto":
         given["checkpointing"] = Checkpointing(options.activations)
     return Job(**given)
@@ -298,11 +295,15 @@ def _write(options: argparse.Namespace, advice: Advice, question: _Question) -> 
     row = names[options.placement] if options.placement else advice.best
     if row is None:
         raise UsageError("nothing fits, so nothing was written", fix="name one with --placement to write it all the same")
-    from naught.config import load
+    from naught.config import load, named_folder
 
-    wanted = Wanted(question.machine, question.job, options.nvme_path, _base(options, question))
-    document = document_of(row, wanted)
+    job, config = question.job, question.config
+    base = base_of(job, question.dtype, question.optimizer) if config is None else undecided(_asked_of(options, config, job))
+    folder = options.nvme_path or (named_folder(config) if config else None)
+    document = document_of(row, Wanted(question.machine, folder or _A_DISK, base))
     load(document)  # what is written here must be what is accepted there
+    if folder is None and _A_DISK in json.dumps(document):
+        print(f"nvme_path is {_A_DISK}: change it to a folder on a fast local disk, or give --nvme-path", file=sys.stderr)
     text = json.dumps(document, indent=2) + "\n"
     if options.write == "-":
         sys.stdout.write(text)
@@ -311,12 +312,12 @@ def _write(options: argparse.Namespace, advice: Advice, question: _Question) -> 
     print(f"wrote {options.write} for {row.name}", file=sys.stderr)
 
 
-def _base(options: argparse.Namespace, question: _Question) -> dict[str, Any]:
-    """What no placement decides: of the configuration that was given, if there is one."""
-    job, config = question.job, question.config
-    if config is None:
-        return base_of(job, question.dtype, question.optimizer)
+_A_DISK = "/local_nvme"
+
+
+def _asked_of(options: argparse.Namespace, config: Config, job: Job) -> dict[str, Any]:
+    """What a configuration says, and the command line beside it."""
     from naught.config import to_document
 
     batch = options.batch is not None or options.accumulation is not None
-    return base_of_given(to_document(config), job, batch=batch, dtype=options.dtype, optimizer=options.optimizer)
+    return asked_beside(to_document(config), job, batch=batch, dtype=options.dtype, optimizer=options.optimizer)

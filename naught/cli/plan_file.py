@@ -12,7 +12,7 @@ from naught.job import Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Placement, Tier
 
-__all__ = ["Wanted", "base_of", "base_of_given", "document_of"]
+__all__ = ["Wanted", "asked_beside", "base_of", "document_of", "undecided"]
 
 _DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
@@ -28,10 +28,9 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 class Wanted(NamedTuple):
-    """For which machine and job, where on disk, and what no placement decides."""
+    """For which machine, where on disk, and what no placement decides."""
 
     machine: Machine
-    job: Job
     nvme_path: str
     base: Mapping[str, Any]
 
@@ -42,23 +41,28 @@ def base_of(job: Job, dtype: str, optimizer: str) -> dict[str, Any]:
     return base | ({dtype: {"enabled": True}} if dtype != "fp32" else {})
 
 
-def base_of_given(given: Mapping[str, Any], job: Job, *, batch: bool, dtype: str | None, optimizer: str | None) -> dict[str, Any]:
-    """The same of a configuration, which stays as it is but for what a placement decides and what else was asked for. No
-    `dtype` and no `optimizer`: its own."""
-    base = deepcopy(dict(given))
+def asked_beside(given: Mapping[str, Any], job: Job, *, batch: bool, dtype: str | None, optimizer: str | None) -> dict[str, Any]:
+    """A configuration, with what is asked for beside it: the job's `batch`, a `dtype`, an `optimizer`."""
+    asked = dict(given)
+    if batch or not any(key in asked for key in _BATCH):
+        asked = {key: value for key, value in asked.items() if key not in _BATCH} | _batch(job)
+    if dtype is not None:
+        asked = {key: value for key, value in asked.items() if key not in ("fp16", "bf16")}
+        asked |= {dtype: {"enabled": True}} if dtype != "fp32" else {}
+    if optimizer is not None:
+        asked["optimizer"] = _OPTIMIZERS[optimizer]
+    return asked
+
+
+def undecided(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a configuration no placement decides."""
+    base = deepcopy(dict(document))
     for path in _DECIDED:
         *blocks, key = path.split(".")
         block = base
         for name in blocks:
             block = block.get(name) or {}
         block.pop(key, None)
-    if batch or not any(key in base for key in _BATCH):
-        base = {key: value for key, value in base.items() if key not in _BATCH} | _batch(job)
-    if dtype is not None:
-        base = {key: value for key, value in base.items() if key not in ("fp16", "bf16")}
-        base |= {dtype: {"enabled": True}} if dtype != "fp32" else {}
-    if optimizer is not None:
-        base["optimizer"] = _OPTIMIZERS[optimizer]
     return base
 
 
@@ -67,9 +71,9 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 # What a placement says. Of blocks that move something elsewhere it keeps how.
 _DECIDED = (
     "zero_optimization.stage",
-    *(f"zero_optimization.{block}.{key}" for block in _OFFLOADS for key in ("device", "nvme_path", "ratio")),
+    *(f"zero_optimization.{block}.{key}" for block in _OFFLOADS for key in ("device", "nvme_path", "ratio", "max_in_cpu")),
     "activation_checkpointing.cpu_checkpointing",
-    *(f"naught.{key}" for key in ("placement", "gpu_memory", "host_memory", "nvme_path", "gradients", "activations", "tiles")),
+    *(f"naught.{key}" for key in ("placement", "nvme_path", "gradients", "activations", "tiles")),
 )
 
 
@@ -122,5 +126,5 @@ def _zero(placement: Placement, nvme_path: str) -> dict[str, Any]:
         if place.tier is not Tier.DEVICE:
             zero[key] = {"device": _DEVICES[place.tier]}
             if place.tier is Tier.DISK:
-                zero[key]["nvme_path"] = nvme_path
+                zero[key] |= {"nvme_path": nvme_path} | ({"max_in_cpu": 0} if key == "offload_param" else {})
     return zero

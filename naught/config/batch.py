@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from naught.config.schema import Config
-from naught.errors import ConfigError, Problem
+from naught.errors import ConfigError, Problem, UsageError
 
-__all__ = ["Batch", "derive_batch"]
+__all__ = ["Batch", "derive_batch", "refuse_batch"]
 
 
 class Batch(NamedTuple):
@@ -43,6 +43,15 @@ def derive_batch(config: Config, world: int) -> Batch:
             "set any two of the three, or one that the number of ranks divides",
         )
     return Batch(train, micro, steps)
+
+
+def refuse_batch(config: Config, accumulation: int) -> None:
+    """What a number of micro-batches, known only now or changed, does not allow."""
+    if config.naught.update_in_backward and accumulation > 1:
+        raise UsageError(
+            f"naught.update_in_backward lets gradients go in every backward, and a step has {accumulation} of them",
+            fix="set gradient_accumulation_steps to 1 (zero.Vertical has one backward for all of them), or leave the key out",
+        )
 
 
 def _wrong(path: str, what: str, fix: str) -> ConfigError:
