@@ -7,7 +7,7 @@ papers' formulas for transformers or were traced for any other module (`naught.t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -97,9 +97,11 @@ def forecast(
             memory[Tier.HOST][category] = 0
     cells = memory[Tier.DEVICE]
     going = cells[Category.ACTIVATIONS] + cells[Category.CHECKPOINTS]
-    # Gradients come while activations go, but where they are there from the first micro-batch on, or a few of them all along.
-    resting = cells[Category.GRADIENTS] if job.accumulation == 1 else 0
-    coming = 0 if job.update_in_backward else resting + work.flats
+    resting = cells[Category.GRADIENTS] if job.accumulation == 1 else 0  # else they are there from the first micro-batch on
+    # Of three moments the one that holds most: a loss and no gradient yet; no loss and the first gradients; all gradients and the
+    # first block.
+    coming, first = resting + work.flats, working_set(placed, machine.ranks, replace(job, update_in_backward=True)).flats
+    never = min(coming, max(0, coming - first) + min(activations.loss, going), max(0, going - activations.block))
     traffic = traffic_of(placed, activations, machine, job)
     return Forecast(
         name=name,
@@ -112,7 +114,7 @@ def forecast(
         checkpointing=job.checkpointing,
         berths=berths,
         tiles=tiles,
-        never_together=min(coming, going),
+        never_together=never,
     )
 
 

@@ -68,7 +68,8 @@ class ActivationBytes(NamedTuple):
     """Activations of one micro-batch: all of them, those alive while one block is recomputed, and the checkpoints.
 
     `forward_flops` is what the forward computes; None is two for each parameter and token. `gradient` is what a backward makes
-    of the widest of them, while all of them are still there. `checkpoint` is the largest one.
+    of the widest of them, while all of them are still there. `checkpoint` is the largest one. `loss` is what is gone before the
+    first gradient of a parameter comes.
     """
 
     full: int
@@ -78,6 +79,12 @@ class ActivationBytes(NamedTuple):
     forward_flops: int | None = None
     gradient: int = 0
     checkpoint: int = 0
+    loss: int = 0
+
+    @property
+    def block(self) -> int:
+        """Of those alive while one block is recomputed, its own."""
+        return max(0, self.working - self.loss)
 
 
 def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
@@ -101,4 +108,5 @@ def transformer_activations(shape: Transformer, job: Job) -> ActivationBytes:
     source = f"ZeRO-Infinity's formula ({scores} attention scores) and the logits"
     if job.checkpointing is Checkpointing.NONE:
         source = "the papers' formulas and the logits: a lower bound, as gated layers keep up to twice as much"
-    return ActivationBytes(everything + logits, block + logits, checkpoints, source, checkpoint=checkpoints // shape.layers)
+    largest = checkpoints // shape.layers
+    return ActivationBytes(everything + logits, block + logits, checkpoints, source, checkpoint=largest, loss=logits)

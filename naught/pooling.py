@@ -38,7 +38,9 @@ class Limits:
 
     @property
     def activations(self) -> ActivationBytes:
-        return ActivationBytes(self.activation_bytes, 0, 0, "what the configuration leaves to them", forward_flops=1)
+        """Most of it is for a loss, as that of a model of language is."""
+        all_of_it = self.activation_bytes
+        return ActivationBytes(all_of_it, 0, 0, "what the configuration leaves to them", forward_flops=1, loss=all_of_it)
 
     def with_gradients(self, *, wide: bool) -> Limits:
         return replace(self, job=replace(self.job, wide_gradients=wide))

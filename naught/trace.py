@@ -170,6 +170,7 @@ class _Ledger:
             source="a trace on fake tensors",
             forward_flops=outside_flops + sum(call.flops for call in self.calls),
             gradient=2 * self.widest,  # of its output and of its input
+            loss=3 * self.widest,
         )
 
 

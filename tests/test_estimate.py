@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -177,17 +178,33 @@ def test_traffic_between_the_tiers_is_what_the_plan_would_move(placed, ranks, ac
     assert found.disk_bytes == moved[Verb.READ] + moved[Verb.WRITE]
 
 
-def test_gradients_come_as_activations_go_and_only_the_larger_counts():
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("block", [0, 300_000])
+@pytest.mark.parametrize("loss", [0, 10**5, 10**8])
+@pytest.mark.parametrize("checkpoints", [10**3, 10**9])
+def test_gradients_come_as_activations_go_and_the_fullest_moment_counts(checkpoints, loss, block, accumulation):
     run = PlacedRun(Run("block", 64 * 1000, 10), PLACEMENTS["stage2"])
-    for full in (10**3, 10**9):
-        kept = ActivationBytes(full, 0, 0, "given")
-        for accumulation in (1, 2):
-            job = Job(accumulation=accumulation, checkpointing=Checkpointing.NONE)
-            found = forecast("x", [run], kept, machine_of(1), job)
-            cells = found.memory[Tier.DEVICE]
-            flats = 2 * 64 * 1000  # one: a rank alone has none under way
-            coming = flats + (cells[Category.GRADIENTS] if accumulation == 1 else 0)
-            assert found.total(Tier.DEVICE) == sum(cells.values()) - min(full, coming)
+    given = ActivationBytes(0, block + loss, checkpoints, "given", loss=loss)
+    found = forecast("x", [run], given, machine_of(1), Job(accumulation=accumulation, checkpointing=Checkpointing.BLOCK))
+    cells = found.memory[Tier.DEVICE]
+    flats = 2 * 64 * 1000  # one: a rank alone has none under way
+    there = cells[Category.PARAMETERS] + cells[Category.OPTIMIZER] + (cells[Category.GRADIENTS] if accumulation == 2 else 0)
+    late = cells[Category.GRADIENTS] if accumulation == 1 else 0
+    one = 2 * 64 * 1000 if accumulation == 1 else 0  # a sum; those of several micro-batches are there already
+    moments = (checkpoints + block + loss, checkpoints + block + flats + one, block + flats + late)
+    assert found.total(Tier.DEVICE) == there + max(moments)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_updates_in_the_backward_are_never_planned_to_hold_more(name):
+    for loss, checkpoints in product((0, 10**6), (0, 10**7)):
+        given = ActivationBytes(0, loss + 1000, checkpoints, "given", loss=loss)
+        placed = [PlacedRun(Run("block", 64 * 1000, 10), PLACEMENTS[name])]
+        late, soon = (
+            forecast("x", placed, given, machine_of(2), Job(checkpointing=Checkpointing.BLOCK, update_in_backward=each))
+            for each in (False, True)
+        )
+        assert all(soon.total(tier) <= late.total(tier) for tier in Tier)
 
 
 def test_what_travels_is_staged_in_buffers_of_a_constant_size():
