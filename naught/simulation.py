@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from naught.claims import let_go
 from naught.comm import World, imagine
-from naught.config import Source
+from naught.config import Source, load, to_document
 from naught.engine import Engine, engines
 from naught.errors import ModelError, UsageError
 from naught.fused_attention import fused_attention
@@ -68,7 +68,7 @@ def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[
     with fused_attention(apart=apart):
         counts = module_flops(model, loss_of)
     with imagine(world), _borrowing(model), fused_attention(apart=apart):
-        engine = initialize(model=model, config=config)[0]
+        engine = initialize(model=model, config=_unobserved(config))[0]
         before: dict[str, int] = {}
         for step in range(2):
             for _ in range(engine.gradient_accumulation_steps()):
@@ -93,6 +93,12 @@ def simulate(model: nn.Module, config: Source, world: World, loss_of: Callable[[
             planned=planned,
             course=course,
         )
+
+
+def _unobserved(config: Source) -> dict[str, Any]:
+    """There are no numbers to be seen, and nothing is written anywhere."""
+    sinks = ("tensorboard", "csv_monitor", "wandb", "flops_profiler")
+    return {key: value for key, value in to_document(load(config)).items() if key not in sinks}
 
 
 def _course(engine: Engine, flops: Mapping[str, UnitFlops], flows: Sizes) -> Course:

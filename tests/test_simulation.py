@@ -664,6 +664,16 @@ def test_a_model_can_be_asked_about_several_worlds():
     assert simulate(asked, config_of(3), World(8), lambda engine: engine(IDS, IDS)).peak == found[1].peak
 
 
+def test_nothing_is_written_for_who_watches_real_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sink = {"enabled": True, "output_path": "seen"}
+    document = config_of(2) | {"csv_monitor": sink, "flops_profiler": {"enabled": True, "output_file": "flops"}}
+    (tmp_path / "ds.json").write_text(json.dumps(document), encoding="utf-8")
+    assert main(["simulate", "gpt:layers=2,hidden=32,heads=2,vocab=64,positions=16", "--config", "ds.json", "--ranks", "2"]) == 0
+    assert "in a step" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
+
+
 def test_a_configuration_beside_options_that_say_the_same_is_refused(capsys, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}}))
