@@ -137,7 +137,6 @@ class Courier:
             else:
                 self._send(unit)
 
-    @_telling()
     def arrive(self) -> None:
         """Wait until everybody has all of them."""
         for unit in self.last:

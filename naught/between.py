@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from naught.answers import Answers
 from naught.checkpoints import RealDisk, Store, tag_of
 from naught.data import Loader, loader_of
-from naught.errors import UsageError
+from naught.errors import HalfUpdated, UsageError
 from naught.norms import norms_by_name
 from naught.parking import Parking
 from naught.saves.background import Background
@@ -153,14 +153,25 @@ class Between(Answers):
             raise UsageError("custom_load_fn is not available", fix="leave it out")
         self.background.wait()
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        if wanted.optimizer and not wanted.module_only:
-            self._forget_backward()
-        with self.watchdog.resting():
+        with self.watchdog.resting(), self._mending(everything=wanted.optimizer and not wanted.module_only):
             found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
         return f"{load_dir}/{found}", client_state
 
+    @contextmanager
+    def _mending(self, *, everything: bool) -> Iterator[None]:
+        """A load of everything replaces what a step has left that was not ended, or not well."""
+        torn = self.passes.away
+        if everything:
+            self._forget_backward()
+            self.passes.away = None if isinstance(torn, HalfUpdated) else torn
+        try:
+            yield
+        except BaseException:
+            self.passes.away = self.passes.away or torn
+            raise
+
     def _forget_backward(self) -> None:
-        """What one has updated a load replaces."""
+        """Nobody takes its step, whatever units it has updated."""
         early, running = self.stepping.early, self.schedule.current
         if early is not None and (early.begun or (running is not None and running.seen_backward)):
             self.passes.abort()

@@ -57,7 +57,7 @@ class Early:
         if self.begun:
             raise UsageError(
                 "the gradients of this backward are in the weights already (naught.update_in_backward), and its step is not over",
-                fix="call engine.step() first, or load a checkpoint, or leave the key out",
+                fix="call engine.step() first: a step is one forward and one backward; or load a checkpoint",
             )
 
     def refuse_more(self) -> None:
@@ -113,9 +113,10 @@ class Early:
         norm = Norm(verdict.norm)
         if not norm.finite:
             raise ScheduleError(
-                "the gradients of this step are not finite, and units have been updated with them. (Weights that are used again "
-                "in the backward, after the update of their unit, read as NaN.)",
-                fix="lower the learning rate, or leave naught.update_in_backward out: then such a step is skipped",
+                "the gradients of this step are not finite, and units have been updated with them",
+                where=self._culprit(),
+                fix="lower the learning rate; use weights in the backward only where the forward has, for after the update of "
+                "their unit they read as NaN; or leave naught.update_in_backward out: then such a step is skipped",
             )
         self.courier.arrive()
         self.forget()
@@ -128,6 +129,12 @@ class Early:
         self.how = None
         self.norms.clear()
         self.courier.forget()
+
+    def _culprit(self) -> str:
+        """The first unit of the backward whose gradients, as far as this rank has them, are not finite."""
+        bad = (unit for unit, norms in self.norms.items() if not all(bool(each.isfinite().all()) for each in norms))
+        unit = next(bad, None)
+        return "" if unit is None else f'rank {self.group.rank}, from unit "{unit.name or "root"}" on'
 
     def _changed(self, how: Updating) -> UsageError | None:
         """What comes too late for units that are updated."""

@@ -117,6 +117,8 @@ class Engine(Between):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(f"the loss is {what}, not one number", fix="take its mean or its sum first")
+        if self.stepping.early is not None:
+            self.stepping.early.refuse_midway()
         share = loss / self.accumulation.steps if scale_wrt_gas else loss
         _collect_everywhere()  # what users' own backwards have made is still to be divided
         with self._all_or_nothing("backward"), _explaining(), by_an_engine():

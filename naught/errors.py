@@ -2,6 +2,7 @@
 
     NaughtError
     ├── UsageError        a call or a command line that cannot be meant
+    │   └── HalfUpdated         of an engine whose update was ended in the middle, until a checkpoint is loaded
     ├── ConfigError       a configuration with problems: all of them at once
     ├── PlacementError    a placement in which some rank would miss what it needs
     ├── ModelError        a model that cannot be described, split or planned
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointDamaged",
     "CheckpointError",
     "ConfigError",
+    "HalfUpdated",
     "ModelError",
     "NaughtError",
     "PlacementError",
@@ -56,6 +58,10 @@ def _rebuild(kind: type[NaughtError], what: str, where: str, fix: str) -> Naught
 
 class UsageError(NaughtError):
     """A call or command line that cannot be meant."""
+
+
+class HalfUpdated(UsageError):  # noqa: N818 - it names what is wrong
+    """Some weights are new and some are old: nothing can be meant by them."""
 
 
 class PlacementError(NaughtError):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from naught.applying import HALF_UPDATED
 from naught.early import Early
-from naught.errors import UsageError
+from naught.errors import HalfUpdated, UsageError
 from naught.loss_scale import FixedScale, LossScale
 from naught.optimizer import Optimizer
 from naught.passes import Passes
@@ -119,11 +119,18 @@ class Stepping:
             self.early.refuse_to_look()
 
     def give_up(self, error: BaseException) -> None:
-        """An exception has ended the step."""
+        """An exception has ended the step. Where weights have changed nobody goes on with them."""
+        told = HALF_UPDATED in getattr(error, "__notes__", ())
+        begun = self.early is not None and self.early.begun
+        if begun and not told:
+            error.add_note(f"{HALF_UPDATED}. Units are updated in the backward (naught.update_in_backward)")
         if self.early is not None:
-            if self.early.begun and HALF_UPDATED not in getattr(error, "__notes__", ()):
-                error.add_note(f"{HALF_UPDATED}. Units are updated in the backward (naught.update_in_backward)")
             self.early.forget()
+        if begun or told:
+            self.passes.away = HalfUpdated(
+                "a step was ended in the middle of its update: some weights are new and some are old",
+                fix="load a checkpoint with engine.load_checkpoint, or make the engine anew",
+            )
 
     def abandon(self) -> None:
         """Nobody takes this step any more."""

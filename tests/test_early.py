@@ -27,7 +27,7 @@ from training import (
 
 from naught import initialize
 from naught.engine import Engine
-from naught.errors import ConfigError, PlacementError, ScheduleError, UsageError
+from naught.errors import ConfigError, HalfUpdated, PlacementError, ScheduleError, UsageError
 from naught.estimate import forecast
 from naught.fragments import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from naught.holding import Buffer
@@ -497,21 +497,37 @@ def take_four() -> str:
     return digest_in_32_bits(engine)
 
 
-def backward_again(stage: int, zero: dict[str, Any]) -> str:
-    engine = start_early(stage, more=BF16, **zero)
+def backward_again(soon: bool, stage: int, zero: dict[str, Any]) -> tuple[str, float | None]:
+    engine = start_early(stage, more=BF16, **zero) if soon else start(stage, more=BF16, **zero)
     take_steps(engine, 1)
     loss = engine(batch_of(1, my_rank()))
     engine.backward(loss, retain_graph=True)
+    if soon:
+        with pytest.raises(UsageError, match="a step is one forward and one backward"):
+            engine.backward(loss)
+    engine.step()
+    return digest_in_32_bits(engine), engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("place", ["stage2", "stage3", "stage2-offload"])
+def test_a_second_backward_is_refused_and_the_first_one_still_makes_a_step(two, place):
+    assert two.run(backward_again, True, *STAGES[place]) == two.run(backward_again, False, *STAGES[place])
+
+
+def backward_of_ones_own_again() -> str:
+    engine = start_early(3, more=BF16)
+    take_steps(engine, 1)
+    loss = engine(batch_of(1, my_rank()))
+    loss.backward(retain_graph=True)
     with pytest.raises((ScheduleError, RuntimeError)) as caught:
-        engine.backward(loss)
+        loss.backward()
         engine.step()
     return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
-@pytest.mark.parametrize("place", ["stage2", "stage3", "stage2-offload"])
-def test_a_second_backward_through_new_weights_is_told(two, place):
-    for story in two.run(backward_again, *STAGES[place]):
-        assert "Some weights are new and some are old: load a checkpoint" in story
+def test_a_second_backward_of_ones_own_through_new_weights_is_told(two):
+    for story in two.run(backward_of_ones_own_again):
+        assert "more gradients and is updated already" in story or "modified by an inplace operation" in story
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -542,13 +558,13 @@ class Fails(nn.Module):
         return grad
 
 
-def fail_and_load(folder: str, own: bool) -> tuple[list[str], str, str]:
+def fail_and_load(folder: str, own: bool, stage: int, zero: dict[str, Any]) -> tuple[list[str], str, str]:
     """In a backward of the engine, or in one of the user's own, of which the engine hears nothing."""
     torch.manual_seed(0)
     model = MODELS["plain"]()
     fails = Fails()
     model.blocks.insert(1, fails)
-    engine = engine_of(model, config_of(3, more=early(BF16), offload_optimizer=HOST, offload_param=HOST))
+    engine = engine_of(model, config_of(stage, more=early(BF16), **zero))
     take_steps(engine, 2)
     engine.save_checkpoint(folder)
     take_steps(engine, 1, first=2)
@@ -559,13 +575,40 @@ def fail_and_load(folder: str, own: bool) -> tuple[list[str], str, str]:
         loss = engine(batch_of(2, my_rank()))
         loss.backward() if own else engine.backward(loss)
     fails.fails = False
+    for refused in () if own else (lambda: take_steps(engine), engine.step, lambda: engine.save_checkpoint(folder, tag="torn")):
+        with pytest.raises(HalfUpdated, match="some weights are new and some are old"):
+            refused()
+    with pytest.raises(UsageError):  # of this nothing is left to be meant, and to load a part would not mend it
+        engine.load_checkpoint(folder, load_module_only=True)
     engine.load_checkpoint(folder)
     take_steps(engine, 1, first=2)
     return getattr(caught.value, "__notes__", []), once, digest_of_weights(engine)
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_an_exception_in_the_middle_says_what_it_leaves_and_a_checkpoint_mends_it(two, tmp_path, own):
-    for notes, once, again in two.run(fail_and_load, str(tmp_path), own):
+@pytest.mark.parametrize("place", ["stage0", "stage1", "stage2-offload", "infinity-host"])
+def test_an_exception_in_the_middle_is_not_gone_on_with_and_a_checkpoint_mends_it(two, tmp_path, own, place):
+    for notes, once, again in two.run(fail_and_load, str(tmp_path), own, *STAGES[place]):
         assert own or any("Some weights are new and some are old: load a checkpoint" in note for note in notes)
         assert once == again
+
+
+def test_gradients_that_are_not_finite_are_not_gone_on_with(two):
+    for stories in two.run(after_not_finite):
+        assert [words in story for words, story in zip(("are not finite", "Load a checkpoint"), stories, strict=True)] == [
+            True
+        ] * 2
+    assert 'from unit "head" on' in two.run(after_not_finite)[0][0]
+
+
+def after_not_finite() -> list[str]:
+    engine = start_early(2)
+    take_steps(engine, 1)
+    loss = engine(batch_of(1, my_rank())) * (float("nan") if my_rank() == 1 else 1.0)
+    engine.backward(loss)
+    stories = []
+    for _ in range(2):
+        with pytest.raises((ScheduleError, HalfUpdated)) as caught:
+            engine.step()
+        stories.append(str(caught.value))
+    return stories

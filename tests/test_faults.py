@@ -16,7 +16,7 @@ from naught import host_update
 from naught.comm import rehearse
 from naught.comm.wires import Pending
 from naught.engine import Engine
-from naught.errors import ModelError
+from naught.errors import CheckpointError, HalfUpdated, ModelError
 from naught.ferry import Ferry
 from naught.flat import Meter
 from naught.gradients import DeviceSum
@@ -193,6 +193,36 @@ def test_weights_that_could_not_come_up_once_come_again(monkeypatch, tmp_path, s
     engine.save_checkpoint(tmp_path)
     assert memory.left
     assert digest_of_weights(engine) == digest_of_weights(wanted)
+
+
+# --- an update that is ended in the middle ---
+
+
+def test_nobody_goes_on_with_an_update_that_was_ended_in_the_middle_until_a_checkpoint_is_loaded(tmp_path):
+    def saved_again() -> None:
+        engine.save_checkpoint(tmp_path)
+
+    engine = start(1)
+    take_steps(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    wanted = take_steps(engine, 2, first=2), digest_of_weights(engine)
+    engine.load_checkpoint(tmp_path)
+    engine.backward(engine(IDS))
+    group = engine.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], "fast"
+    with pytest.raises(TypeError) as caught:
+        engine.step()
+    assert "Some weights are new and some are old" in caught.value.__notes__[0]
+    group["lr"] = rate
+    for refused in (lambda: engine(IDS), saved_again, lambda: engine.gathered().__enter__()):
+        with pytest.raises(HalfUpdated, match="load_checkpoint"):
+            refused()
+    with pytest.raises(CheckpointError):  # what cannot be loaded mends nothing
+        engine.load_checkpoint(tmp_path, tag="absent")
+    with pytest.raises(HalfUpdated):
+        engine(IDS)
+    engine.load_checkpoint(tmp_path)
+    assert (take_steps(engine, 2, first=2), digest_of_weights(engine)) == wanted
 
 
 # --- what is under way ---
