@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from naught.errors import HalfUpdated
 from naught.host_update import update_beside
 from naught.rules import Part
 from naught.segment import Segment
@@ -15,7 +16,7 @@ from naught.states import Updating
 from naught.steps import order_of_updates
 from naught.unit import Unit
 
-__all__ = ["HALF_UPDATED", "Courier", "apply", "prepare"]
+__all__ = ["HALF_UPDATED", "Courier", "apply", "half_updated", "prepare"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
 HALF_UPDATED = (
@@ -32,6 +33,14 @@ def _telling() -> Iterator[None]:
     except Exception as error:
         error.add_note(HALF_UPDATED)
         raise
+
+
+def half_updated() -> HalfUpdated:
+    """What whoever goes on all the same is told."""
+    return HalfUpdated(
+        "a step was ended in the middle of its update: some weights are new and some are old",
+        fix="load a checkpoint with engine.load_checkpoint, or make the engine anew",
+    )
 
 
 def prepare(trained: Iterable[Segment], how: Updating) -> Exception | None:

@@ -48,6 +48,13 @@ class Beside:
         if self.coming is not None:
             self.coming.wait_here()
 
+    def forget_failure(self) -> bool:
+        """Have an update that has failed be over, once it is, for whoever replaces what it has left; whether there was one."""
+        if self.updating is None or self.updating.exception() is None:
+            return False
+        self.updating = self.coming = None
+        return True
+
     def bring(self, masters: Tensor, into: Tensor) -> Arrival:
         """Weights as the update leaves them."""
         return Arrival(self.ferry, masters, into, self.updating, self.rounds)

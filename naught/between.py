@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from naught.answers import Answers
+from naught.applying import half_updated
 from naught.checkpoints import RealDisk, Store, tag_of
 from naught.data import Loader, loader_of
 from naught.errors import HalfUpdated, UsageError
@@ -94,8 +95,8 @@ class Between(Answers):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         del non_blocking
-        self.parking.fetch()
-        self.passes.away = None
+        if self.parking.fetch():  # else something else may be wrong with them
+            self.passes.away = None
 
     # --- checkpoints ---
 
@@ -161,9 +162,10 @@ class Between(Answers):
     def _mending(self, *, everything: bool) -> Iterator[None]:
         """A load of everything replaces what a step has left that was not ended, or not well."""
         torn = self.passes.away
-        if everything:
+        if everything and (torn is None or isinstance(torn, HalfUpdated)):
             self._forget_backward()
-            self.passes.away = None if isinstance(torn, HalfUpdated) else torn
+            self.passes.away = None
+            torn = half_updated() if self.passes.forget_failures() else torn
         try:
             yield
         except BaseException:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ _PIECE_NUMEL = 1 << 22  # that a thread updates at a time: with less, threads wa
 _ROOM_NUMEL = 1 << 20  # the same of what is widened, scaled or unpacked first, which the rule finds nearer than in memory then
 _HALF_UPDATED = (
     "naught: this happened in an update on the host, maybe one of an earlier step(). Some weights are new and some are old: "
-    "make a new engine, and load a checkpoint"
+    "load a checkpoint before you go on"
 )
 
 
@@ -44,11 +45,8 @@ def update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffic
 
     def update_piece(at: int) -> None:
         arrived.wait()
-        try:
+        with _telling():
             _take(states.part(cuts[at], masters, home), how, coefficient, crew)
-        except Exception as error:
-            error.add_note(_HALF_UPDATED)
-            raise
 
     if how.rule.defers:
         segment.update_beside(len(cuts), update_piece, delayed=delayed)
@@ -57,6 +55,16 @@ def update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffic
     for at in range(len(cuts)):
         update_piece(at)
     segment.written()
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What an exception has left behind."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_HALF_UPDATED)
+        raise
 
 
 def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> None:
@@ -68,8 +76,13 @@ def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coeff
     cuts = segment.kept.cuts(how, used)
     update_tile = TileUpdate(segment, stash.due(), partial(how.take, coefficient=coefficient))
     pieces = update_tile.pieces(cuts, apart=how.rule.apart)
+
+    def update_piece(at: int) -> None:
+        with _telling():
+            update_tile.do(pieces[at])
+
     if how.rule.defers:
-        segment.update_on_disk(len(pieces), lambda at: update_tile.do(pieces[at]))
+        segment.update_on_disk(len(pieces), update_piece)
         return
     with segment.home.group.noting():
         beside.wait()

@@ -29,24 +29,33 @@ class Parking:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.segments = [segment for unit in units for segment in unit.segments]
-        self.parked: list[Return] = []  # how everything comes back
+        self.parked: list[Return] | None = None  # how everything comes back; None: nothing is away
 
     def park(self, include: Sequence[Any] | None, device: Any) -> None:
         if str(getattr(device, "value", device)) != "cpu":
             raise UsageError(f"states can only be moved to the cpu, not to {device}", fix='leave the device out, or give "cpu"')
         wanted = list(_KINDS) if include is None else [_name(kind) for kind in include]
-        if self.parked:
+        if self.parked is not None:
             raise UsageError("the states are away already", fix="call engine.reload_states() first")
         for segment in self.segments:
             segment.settle()
-        for segment in self.segments:
-            for kind in dict.fromkeys(wanted):
-                self.parked += _KINDS[kind](segment)
+        self.parked = []
+        try:
+            for segment in self.segments:
+                for kind in dict.fromkeys(wanted):
+                    self.parked += _KINDS[kind](segment)
+        except BaseException:
+            self.fetch()
+            raise
 
-    def fetch(self) -> None:
+    def fetch(self) -> bool:
+        """Whether anything was away."""
+        if self.parked is None:
+            return False
         for bring_back in reversed(self.parked):
             bring_back()
-        self.parked.clear()
+        self.parked = None
+        return True
 
 
 def _name(kind: Any) -> str:

@@ -211,6 +211,10 @@ class Passes:
                 segment.grads.drop()  # also what autograd makes for parameters that are in no group
         self.summed = False
 
+    def forget_failures(self) -> bool:
+        """Of updates on the host; whether there were any."""
+        return any([segment.forget_failure() for unit in self.schedule.units.values() for segment in unit.segments])
+
     def collect(self) -> None:
         """Take up every gradient that has been made so far."""
         for unit in self.schedule.units.values():

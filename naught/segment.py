@@ -93,6 +93,10 @@ class Segment:
         self._wait()
         return self.kept
 
+    def forget_failure(self) -> bool:
+        """Whether its update on the host has failed, of which nobody is told from here on."""
+        return self.beside is not None and self.beside.forget_failure()
+
     def settle(self) -> None:
         """Until nothing of it is under way: no update, and no weights on their way up."""
         if self.beside is not None:

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from naught.applying import HALF_UPDATED
+from naught.applying import HALF_UPDATED, half_updated
 from naught.early import Early
-from naught.errors import HalfUpdated, UsageError
+from naught.errors import UsageError
 from naught.loss_scale import FixedScale, LossScale
 from naught.optimizer import Optimizer
 from naught.passes import Passes
@@ -127,10 +127,7 @@ class Stepping:
         if self.early is not None:
             self.early.forget()
         if begun or told:
-            self.passes.away = HalfUpdated(
-                "a step was ended in the middle of its update: some weights are new and some are old",
-                fix="load a checkpoint with engine.load_checkpoint, or make the engine anew",
-            )
+            self.passes.away = half_updated()
 
     def abandon(self) -> None:
         """Nobody takes this step any more."""

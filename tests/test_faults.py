@@ -12,7 +12,7 @@ from menagerie import DEVICE, MODELS, VOCAB, WIDTH
 from torch import Tensor, nn
 from training import config_of, digest_of_weights, start, take_steps
 
-from naught import host_update
+from naught import host_update, parking
 from naught.comm import rehearse
 from naught.comm.wires import Pending
 from naught.engine import Engine
@@ -20,6 +20,7 @@ from naught.errors import CheckpointError, HalfUpdated, ModelError
 from naught.ferry import Ferry
 from naught.flat import Meter
 from naught.gradients import DeviceSum
+from naught.segment import Segment
 from naught.shelves import DeviceShelf
 from naught.staging import Staging
 from naught.start import initialize
@@ -223,6 +224,74 @@ def test_nobody_goes_on_with_an_update_that_was_ended_in_the_middle_until_a_chec
         engine(IDS)
     engine.load_checkpoint(tmp_path)
     assert (take_steps(engine, 2, first=2), digest_of_weights(engine)) == wanted
+
+
+BELOW = {"offload_optimizer": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (1, {"offload_optimizer": HOST}),
+        (2, {"offload_optimizer": HOST, "naught": {"delay_update_after": 1}}),
+        (3, {"offload_optimizer": HOST, "offload_param": HOST}),
+        (2, BELOW),
+        (3, BELOW | {"offload_param": {"device": "nvme", "max_in_cpu": 0}, "naught": {"gradients": "disk"}}),
+    ],
+    ids=["stage1-offload", "delayed", "infinity-host", "stage2-disk", "infinity-disk"],
+)
+def test_a_checkpoint_mends_an_engine_whose_update_beside_training_has_failed(tmp_path, stage, zero, more):
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key, HOST) != HOST:
+            zero = zero | {key: zero[key] | {"nvme_path": str(tmp_path)}}
+    zero = dict(zero)
+    engine = start(stage, more=more | {"naught": zero.pop("naught", {})}, **zero)
+    take_steps(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    wanted = take_steps(engine, 2, first=2), digest_of_weights(engine)
+    group = engine.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], "fast"
+    with pytest.raises(TypeError) as caught:
+        take_steps(engine, 2, first=4)
+        engine.save_checkpoint(tmp_path)
+    assert any("load a checkpoint before you go on" in note for note in caught.value.__notes__)
+    group["lr"] = rate
+    with pytest.raises(TypeError):  # it is told every time
+        engine.save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path, tag="absent")
+    with pytest.raises(HalfUpdated):  # what could not be loaded has mended nothing
+        engine(IDS)
+    engine.load_checkpoint(tmp_path)
+    assert (take_steps(engine, 2, first=2), digest_of_weights(engine)) == wanted
+
+
+def test_states_that_come_back_mend_nothing():
+    engine = start(1)
+    group = engine.optimizer.param_groups[0]
+    engine.backward(engine(IDS))
+    group["lr"] = "fast"
+    with pytest.raises(TypeError):
+        engine.step()
+    engine.reload_states()
+    with pytest.raises(HalfUpdated):
+        engine(IDS)
+
+
+def test_states_that_cannot_all_step_aside_stay(monkeypatch):
+    def no_room(_: Segment) -> list:
+        raise MemoryError("no room on the host")
+
+    wanted, engine = start(1), start(1)
+    for each in (wanted, engine):
+        take_steps(each, 1)
+    before = engine.report()["live"]
+    monkeypatch.setitem(parking._KINDS, "lp_params", no_room)
+    with pytest.raises(MemoryError, match="no room on the host"):
+        engine.offload_states()
+    assert Counter(engine.report()["live"]) == Counter(before)
+    assert take_steps(engine, 2, first=1) == take_steps(wanted, 2, first=1)
 
 
 # --- what is under way ---

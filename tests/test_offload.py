@@ -702,6 +702,6 @@ def test_nothing_is_trained_with_weights_of_which_an_update_has_failed(monkeypat
     for _ in range(4):
         with pytest.raises(MemoryError, match="of the second piece") as told:
             take_steps(engine, 1)
-        assert sum("make a new engine, and load a checkpoint" in note for note in told.value.__notes__) == 1
+        assert sum("load a checkpoint before you go on" in note for note in told.value.__notes__) == 1
     with pytest.raises(MemoryError, match="of the second piece"):
         engine.destroy()
