@@ -44,6 +44,15 @@ class Advice:
         fitting = [row for row in self.forecasts if row.fits]
         return min(fitting, key=lambda row: (*_slowness(row), row.total(Tier.DEVICE)), default=None)
 
+    @property
+    def nearest(self) -> Forecast:
+        """The one that lacks least."""
+        return min(self.forecasts, key=_lacking)
+
+
+def _lacking(row: Forecast) -> int:
+    return sum(row.lacks.values())
+
 
 def _slowness(row: Forecast) -> tuple[float, float]:
     """To sort by: how long a step likely takes, and of equals, how long if everything overlaps; three digits of either."""
@@ -186,6 +195,7 @@ _POOL = tuple(
         (Tier.DISK, Tier.DISK, Tier.DISK),
     )
 )
+_ON_HOST = _POOL[2]
 
 
 class Pooled(NamedTuple):
@@ -203,7 +213,7 @@ def pool(
     tried = [_pool_beside(lean, runs, activations, job, automatic=automatic, tiles=tiles) for lean in machine.with_less_staging()]
     fitting = [found for found in tried if found.forecast.fits]
     if not fitting:
-        return tried[-1]
+        return min(tried, key=lambda found: _lacking(found.forecast))
     least = min(found.forecast.times.likely for found in fitting)
     return next(found for found in fitting if found.forecast.times.likely <= least * _WORTH_STAGING)
 
@@ -212,18 +222,19 @@ def _pool_beside(
     machine: Machine, runs: Sequence[Run], activations: Activations, job: Job, *, automatic: bool, tiles: bool
 ) -> Pooled:
     """More states on the device mean less work for the CPU; more weights on the device, and more gradients on the host, mean
-    less traffic. Both ends are tried, and so is one placement for all; the fastest that fits is taken."""
+    less traffic. Both ends are tried, and so is one placement for all; the fastest that fits is taken, or what lacks least."""
     room = _room(runs, activations, machine, job, automatic=automatic, tiled=tiles)
     untiled = partial(forecast, POOLED, activations=activations(job), machine=machine, job=job)
     tiled = partial(best_forecast, POOLED, activations=activations, machine=machine, job=job, automatic=automatic)
     measure = tiled if tiles else untiled
     kept = [dict(zip(_KEPT, keep, strict=True)) for keep in product((True, False), repeat=len(_KEPT))]
-    candidates = [_fill_up(runs, room, machine.ranks, job, untiled, keep) for keep in kept]
-    candidates += [[PlacedRun(run, placement) for run in runs] for placement in _POOL]
-    found = [Pooled(placed, measure(placed)) for placed in candidates if _states_fit(placed, machine, job)]
+    filled = [_fill_up(runs, room, machine.ranks, job, untiled, keep) for keep in kept]
+    uniform = [[PlacedRun(run, placement) for run in runs] for placement in _POOL]
+    found = [Pooled(placed, measure(placed)) for placed in (*filled, *uniform) if _states_fit(placed, machine, job)]
     fitting = [each for each in found if each.forecast.fits]
-    best = min(fitting, key=lambda each: _slowness(each.forecast), default=None)
-    return best or Pooled(candidates[-1], measure(candidates[-1]))
+    if fitting:
+        return min(fitting, key=lambda each: _slowness(each.forecast))
+    return min(found or [Pooled(placed, untiled(placed)) for placed in filled], key=lambda each: _lacking(each.forecast))
 
 
 def _room(
@@ -240,7 +251,7 @@ def _room(
         """States that rest on disk pass through the host, and so do sums of what rests there, in other rooms: the most counts."""
         rows = [
             forecast(POOLED, [PlacedRun(run, placement) for run in runs], measured, machine, trial, tiles=tiles)
-            for placement in ((_POOL[2], *_POOL[-2:]) if machine.capacity(Tier.DISK) else (_POOL[2],))
+            for placement in ((_ON_HOST, *_POOL[-2:]) if machine.capacity(Tier.DISK) else (_ON_HOST,))
         ]
         return max(sum(nbytes for category, nbytes in row.memory[tier].items() if category not in at_rest) for row in rows)
 
@@ -276,8 +287,10 @@ _KEPT = {Tier.DEVICE: Kind.PARAM, Tier.HOST: Kind.GRAD}
 
 
 def _fill(runs: Sequence[Run], room: dict[Tier, int], world: int, job: Job, keep: Mapping[Tier, bool]) -> list[PlacedRun]:
-    """Give each unit the first placement for which there is room. A tier that is to keep room for something does."""
+    """Give each unit the first placement for which there is room, and the farthest that there is where no tier has any. A tier
+    that is to keep room for something does."""
     placed: list[PlacedRun] = []
+    farthest = _POOL[-1] if room[Tier.DISK] > 0 else _ON_HOST
     kept = {run: {tier: _kept(tier, run, world, job) if keep[tier] else 0 for tier in _KEPT} for run in runs}
     to_come = {tier: sum(kept[run][tier] * run.repeat for run in runs) for tier in _KEPT}
     for run in runs:
@@ -297,7 +310,7 @@ def _fill(runs: Sequence[Run], room: dict[Tier, int], world: int, job: Job, keep
                 for tier in _KEPT:
                     to_come[tier] -= kept[run][tier] * count
         if left:
-            placed.append(PlacedRun(run._replace(repeat=left), _POOL[-1]))
+            placed.append(PlacedRun(run._replace(repeat=left), farthest))
             for tier in _KEPT:
                 to_come[tier] -= kept[run][tier] * left
     return placed

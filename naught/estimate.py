@@ -57,8 +57,14 @@ class Forecast:
         return sum(self.memory[tier].values()) - (self.never_together if tier is Tier.DEVICE else 0)
 
     @property
+    def lacks(self) -> dict[Tier, int]:
+        """The bytes by which a tier is too small, for each one that is."""
+        missing = {tier: self.total(tier) - self.capacity[tier] for tier in Tier}
+        return {tier: nbytes for tier, nbytes in missing.items() if nbytes > 0}
+
+    @property
     def fits(self) -> bool:
-        return all(self.total(tier) <= self.capacity[tier] for tier in Tier)
+        return not self.lacks
 
     @property
     def efficiency(self) -> float:

@@ -66,11 +66,9 @@ def place_in_pool(units: Sequence[Run], limits: Limits) -> Arrangement:
         wider = _forecast(placed, limits.with_gradients(wide=True))
         wide = wider.fits and wider.berths == found.berths if asked is None else asked
         return Arrangement([placement for run, placement in placed for _ in range(run.repeat)], found.berths, wide)
-    where, name = ("on disk", "infinity-disk-all") if limits.machine.disk_bytes else ("on the host", "infinity-host")
-    farthest = _forecast([PlacedRun(run, PLACEMENTS[name]) for run in units], limits)
     early = replace(limits, job=replace(limits.job, update_in_backward=True))
     raise PlacementError(
-        f"the model does not fit; if all of its states were {where}, {_needs(farthest)}",
+        f"the model does not fit, wherever its units rest: with all tiers as one memory {_needs(found)}",
         where="naught.placement",
         fix=(_EARLY if _pooled(units, early).forecast.fits else "")
         + "use more ranks, a smaller model or batch, or larger limits"

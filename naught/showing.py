@@ -11,7 +11,18 @@ from naught.placement import Tier
 from naught.quantity import show_bytes, show_count, show_seconds
 from naught.text import table
 
-__all__ = ["MEMORY_HEADER", "TIME_HEADER", "as_data", "forecast_data", "memory_rows", "show", "span", "time_rows", "verdict"]
+__all__ = [
+    "MEMORY_HEADER",
+    "TIME_HEADER",
+    "as_data",
+    "forecast_data",
+    "lacking",
+    "memory_rows",
+    "show",
+    "span",
+    "time_rows",
+    "verdict",
+]
 
 MEMORY_HEADER = ("placement", "tier", *(category.value for category in Category), "total", "of", "fits")
 TIME_HEADER = (
@@ -71,11 +82,21 @@ def time_rows(advice: Advice) -> list[tuple[str, ...]]:
 def verdict(advice: Advice) -> str:
     best = advice.best
     if best is None:
-        most = max(advice.largest.values())
-        holds = f"the largest model that some placement holds here is {show_count(most)}" if most else "no model fits here"
-        return f"nothing fits: {holds}; use more ranks, or more memory of a GPU, a host or a disk"
+        near, most = advice.nearest, max(advice.largest.values())
+        holds = (
+            f"the largest GPT of the papers' proportions that fits here has {show_count(most)}" if most else "no model fits here"
+        )
+        return f"nothing fits: {near.name} lacks {lacking(near)}. Use more ranks, or more memory ({holds})"
     needs = _needs(best)
     return f"recommended: {best.name}" + (f" ({needs})" if needs else "") + f", {span(best)}"
+
+
+def lacking(row: Forecast) -> str:
+    """What there is too little of where a placement does not fit."""
+    return " and ".join(f"{show_bytes(nbytes)} of {_NAMES[tier]}" for tier, nbytes in row.lacks.items())
+
+
+_NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
 
 
 def span(row: Forecast) -> str:

@@ -58,7 +58,8 @@ def test_plan_prints_every_placement_tier_and_category(run):
 def test_plan_says_when_nothing_fits(run):
     code, out, _ = run("plan", "175B", "--gpu", "24GB")
     assert code == 1
-    assert "nothing fits: the largest model that some placement holds here is" in out
+    assert "nothing fits: pooled lacks 2.45 TB of host memory. Use more ranks, or more memory (the largest GPT of the" in out
+    assert "that fits here has 1.44B)" in out
 
 
 def test_plan_as_data(run):
@@ -205,6 +206,18 @@ def test_a_pool_that_fits_only_without_gradients_is_written_so(run, tmp_path):
     assert "the configuration fits" in out
 
 
+def test_of_a_configurations_limit_and_what_there_is_the_smaller_one_holds(run, tmp_path):
+    given = tmp_path / "given.json"
+    ours = {"naught": {"gpu_memory": "40GB", "host_memory": "50GB"}}
+    given.write_text(json.dumps(ours | {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}), encoding="utf-8")
+    for gpu, host, capacity in (
+        ("80GB", "100GB", (38_400_000_000, 50_000_000_000)),  # of what is limited states have all
+        ("24GB", "30GB", (23_040_000_000, 27_000_000_000)),
+    ):
+        data = json.loads(run("plan", "gpt2", "--ranks", "1", "--gpu", gpu, "--host", host, "--config", str(given), "--json")[1])
+        assert (data["configuration"]["capacity_bytes"]["device"], data["configuration"]["capacity_bytes"]["host"]) == capacity
+
+
 def test_plan_writes_what_it_recommends_with_tiles_and_host_checkpoints(run, tmp_path):
     path = tmp_path / "ds.json"
     big = ["--ranks", "512", "--per-node", "16", "--gpu", "v100", "--host", "1.5TB", "--disk", "28TB"]
@@ -297,7 +310,7 @@ def test_papers_and_written_configurations_go_to_standard_output_as_data(run):
 def test_a_gpu_with_room_for_nothing_holds_nothing(run):
     code, out, _ = run("plan", "7B", "--gpu", "10B")
     assert code == 1
-    assert "nothing fits: no model fits here; use more ranks, or more memory of a GPU" in out
+    assert re.search(r"nothing fits: \w+ lacks .* Use more ranks, or more memory \(no model fits here\)", out)
 
 
 def test_a_sample_longer_than_the_model_is_remarked(run):

@@ -405,6 +405,17 @@ def test_13_billion_parameters_fit_one_v100_with_stage_2_offload():
     assert found.isdisjoint({"stage0", "stage1", "stage2", "stage3"})
 
 
+def test_what_does_not_fit_is_told_by_what_lacks_least():
+    """A model that is a little too large has its pool filled up, on every tier that there is."""
+    h200 = Machine(gpu=GPUS["h200"], host_bytes=125 * 2**30)
+    most = largest_numel(POOLED, h200, Job())
+    for disk in (0, 10**9):
+        advice = advise(gpt_of_count(int(most * 1.02)), None, replace(h200, disk_bytes=disk), Job())
+        assert advice.best is None
+        assert advice.nearest.name == POOLED
+        assert sum(advice.nearest.lacks.values()) < 0.06 * sum(h200.capacity(tier) for tier in Tier)
+
+
 def test_plain_data_parallelism_stops_near_two_billion():
     largest = largest_numel("stage0", dgx2(1, disk=False), Job())
     assert 1.4e9 <= largest <= 2e9
@@ -452,6 +463,7 @@ def test_the_pool_loses_no_unit_and_fits_whenever_a_single_row_does(numel, ranks
         assert advice.forecasts[-1].fits
         assert advice.forecasts[-1].times.likely <= min(row.times.likely for row in rows)
         assert all(advice.largest[POOLED] >= 0.99 * advice.largest[row.name] for row in rows)
+    assert disk or advice.forecasts[-1].total(Tier.DISK) == 0  # also where nothing fits
     for row in advice.forecasts:
         times = row.times
         assert times.overlapped <= times.likely * 1.000001 and times.likely <= times.serial

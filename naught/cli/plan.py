@@ -181,14 +181,14 @@ def _config(path: str | None) -> Config | None:
 
 
 def _within_limits(machine: Machine, options: argparse.Namespace, config: Config | None) -> Machine:
-    """A configuration's own limits hold, unless the command line says what there is."""
+    """A configuration's own limits hold, unless the command line says that there is less."""
     if config is None:
         return machine
-    ours = config.naught
-    if ours.gpu_memory is not None and options.gpu is None:
-        machine = replace(machine, gpu=machine.gpu._replace(memory_bytes=ours.gpu_memory))
-    if ours.host_memory is not None and options.host is None:
-        machine = replace(machine, host_bytes=ours.host_memory, host_share=1.0)
+    gpu, host = config.naught.gpu_memory, config.naught.host_memory
+    if gpu is not None and (options.gpu is None or gpu < machine.gpu.memory_bytes):
+        machine = replace(machine, gpu=machine.gpu._replace(memory_bytes=gpu))
+    if host is not None and (options.host is None or host < machine.host_bytes):
+        machine = replace(machine, host_bytes=host, host_share=1.0)
     return machine
 
 
@@ -252,7 +252,7 @@ def _print(question: _Question, advice: Advice) -> None:
     print()
     if question.asked is not None:
         print_table("as the configuration says", showing.MEMORY_HEADER, showing.memory_rows([question.asked]))
-        fits = "fits" if question.asked.fits else "does not fit"
+        fits = "fits" if question.asked.fits else f"does not fit: it lacks {showing.lacking(question.asked)}"
         print(f"the configuration {fits}, {showing.span(question.asked)}\n")
     print(showing.verdict(advice))
 
