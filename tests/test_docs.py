@@ -76,7 +76,7 @@ def test_the_planners_example_runs():
     shown = subprocess.run(
         [sys.executable, ROOT / "examples" / "plan_questions.py"], capture_output=True, text=True, timeout=240, check=True
     ).stdout
-    assert "recommended: pooled" in shown
+    assert "recommended: stage1-offload, likely" in shown  # 13B on a GPU of 32 GB
     assert "20" in shown
     assert "the configuration text has 4 problems" in shown
 
