@@ -23,7 +23,6 @@ from naught.spill import Stored
 __all__ = ["BLOCK_NUMEL", "Held", "Packed", "Portion", "Wide", "pack", "unpack"]
 
 BLOCK_NUMEL = ALIGN_NUMEL
-Move = Callable[[Tensor], Tensor]
 After = Callable[[], None]
 
 
@@ -58,9 +57,9 @@ class Wide:
         """Some of it in 32 bits, for an update."""
         return Portion(self.values[span])
 
-    def move(self, move: Move) -> Wide:
+    def copied(self, to: torch.device) -> Wide:
         """The same elsewhere."""
-        return Wide(move(self.values), self.category)
+        return Wide(self.values.to(to, copy=True), self.category)
 
     def give_back(self, shelf: Shelf) -> None:
         shelf.give_back(self.values, self.category)
@@ -120,8 +119,8 @@ class Packed:
         wide = unpack(codes, scales, signed=self.signed)
         return Portion(wide, partial(pack, wide, codes, scales, signed=self.signed))
 
-    def move(self, move: Move) -> Packed:
-        return Packed(move(self.codes), move(self.scales), signed=self.signed)
+    def copied(self, to: torch.device) -> Packed:
+        return Packed(self.codes.to(to, copy=True), self.scales.to(to, copy=True), signed=self.signed)
 
     def give_back(self, shelf: Shelf) -> None:
         for tensor in (self.codes, self.scales):

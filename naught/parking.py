@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from naught.errors import UsageError
 from naught.flat import Flat
 from naught.gradients import DeviceSum
 from naught.holding import Buffer
+from naught.moments import Packed, Wide
 from naught.segment import Segment
 from naught.spill import Stored
 from naught.unit import Unit
@@ -22,6 +23,7 @@ __all__ = ["Parking"]
 _HOST = torch.device("cpu")
 _AWAY = "away"  # a category of the meter
 Return = Callable[[], None]
+_Movable = Tensor | Wide | Packed
 
 
 class Parking:
@@ -43,7 +45,8 @@ class Parking:
         try:
             for segment in self.segments:
                 for kind in dict.fromkeys(wanted):
-                    self.parked += _KINDS[kind](segment)
+                    for bring_back in _KINDS[kind](segment):
+                        self.parked.append(bring_back)
         except BaseException:
             self.fetch()
             raise
@@ -52,8 +55,9 @@ class Parking:
         """Whether anything was away."""
         if self.parked is None:
             return False
-        for bring_back in reversed(self.parked):
-            bring_back()
+        while self.parked:
+            self.parked[-1]()
+            self.parked.pop()  # what finds no memory on its way comes with the next call, and all that is before it
         self.parked = None
         return True
 
@@ -65,97 +69,81 @@ def _name(kind: Any) -> str:
     return name
 
 
-class _Mover(Protocol):
-    def __call__(self, tensor: Tensor, to: torch.device) -> Tensor: ...
+# Each moves what it moves one at a time, and tells how that comes back before it goes on to the next.
+def _moments(segment: Segment) -> Iterator[Return]:
+    states = segment.states
+    if not segment.remote:  # else they rest on the host
+        for name in list(states.held):
+            moment = states.held[name]
+            if not isinstance(moment, Stored):
+                yield _aside(segment, "states", moment, partial(states.held.__setitem__, name))
 
 
-def _moments(segment: Segment) -> list[Return]:
-    if segment.remote:
-        return []  # they rest on the host
-    states, move = segment.states, _mover(segment, "states")
-    near = {name: moment for name, moment in states.held.items() if not isinstance(moment, Stored)}  # all of them
-    host = {name: moment.move(partial(move, to=_HOST)) for name, moment in near.items()}
-    states.held = dict(host)
-
-    def bring_back() -> None:
-        states.held = {name: moment.move(partial(move, to=segment.weights.device)) for name, moment in host.items()}
-
-    return [bring_back]
+def _masters(segment: Segment) -> Iterator[Return]:
+    master = segment.states.master
+    if master is not None and not segment.remote:
+        assert not isinstance(master, Stored)
+        yield _aside(segment, "masters", master, partial(setattr, segment.states, "master"))
 
 
-def _masters(segment: Segment) -> list[Return]:
-    states, move = segment.states, _mover(segment, "masters")
-    if states.master is None or segment.remote:
-        return []
-    assert not isinstance(states.master, Stored)
-    host = states.master = states.master.move(partial(move, to=_HOST))
-
-    def bring_back() -> None:
-        states.master = host.move(partial(move, to=segment.weights.device))
-
-    return [bring_back]
-
-
-def _weights(segment: Segment) -> list[Return]:
-    weights, move = segment.weights, _mover(segment, "weights")
+def _weights(segment: Segment) -> Iterator[Return]:
+    weights = segment.weights
     if weights.stays:
         weights.hide()
-        back = _flat(weights.flat)
-        return [back] if weights.split else [weights.bind, back]  # they come back in reverse
-    if weights.shard is None or weights.shard.device == _HOST != weights.device:
-        return []  # they rest on the host
-    host = weights.shard = move(weights.shard, _HOST)
+        if not weights.split:
+            yield weights.bind  # after the flat: what goes first comes back last
+        yield _flat_aside(weights.flat)
+    elif weights.shard is not None and not weights.shard.device == _HOST != weights.device:  # else they rest on the host
+        yield _aside(segment, "weights", weights.shard, partial(setattr, weights, "shard"))
+
+
+def _gradients(segment: Segment) -> Iterator[Return]:
+    owned = segment.grads.owned
+    if segment.grads.flat.allocated:
+        yield _flat_aside(segment.grads.flat)
+    if owned.value is not None and isinstance(owned, DeviceSum):
+        yield _aside(segment, Buffer.OWNED_GRADS, owned.value, partial(setattr, owned, "value"))
+
+
+def _aside(segment: Segment, category: str, here: _Movable, put: Callable[[_Movable], None]) -> Return:
+    """Puts a copy on the host in its place, and has its bytes counted where they are. Where a copy finds no memory, on the way
+    there or back, nothing has changed."""
+    meter, home = segment.weights.flat.meter, segment.weights.device
+    host = _copied(here, _HOST)
+    put(host)
+    meter.change(category, -host.nbytes)
+    meter.change(_AWAY, host.nbytes)
 
     def bring_back() -> None:
-        weights.shard = move(host, weights.device)
+        put(_copied(host, home))
+        meter.change(_AWAY, -host.nbytes)
+        meter.change(category, host.nbytes)
 
-    return [bring_back]
-
-
-def _gradients(segment: Segment) -> list[Return]:
-    owned, move = segment.grads.owned, _mover(segment, Buffer.OWNED_GRADS)
-    back = [_flat(segment.grads.flat)] if segment.grads.flat.allocated else []
-    if owned.value is None or not isinstance(owned, DeviceSum):
-        return back
-    host = owned.value = move(owned.value, _HOST)
-
-    def bring_back() -> None:
-        owned.value = move(host, segment.weights.device)
-
-    return [*back, bring_back]
+    return bring_back
 
 
-def _flat(flat: Flat) -> Return:
+def _copied(movable: _Movable, to: torch.device) -> _Movable:
+    return movable.to(to, copy=True) if isinstance(movable, Tensor) else movable.copied(to)
+
+
+def _flat_aside(flat: Flat) -> Return:
     host = flat.tensor.to(_HOST, copy=True)
     flat.free()
     flat.meter.change(_AWAY, host.nbytes)
 
     def bring_back() -> None:
-        flat.meter.change(_AWAY, -host.nbytes)
         flat.alloc()
         flat.tensor.copy_(host)
+        flat.meter.change(_AWAY, -host.nbytes)
 
     return bring_back
 
 
-def _mover(segment: Segment, category: str) -> _Mover:
-    """Copies a tensor to the host or back, and has its bytes counted where they are."""
-    meter = segment.weights.flat.meter
-
-    def move(tensor: Tensor, to: torch.device) -> Tensor:
-        sign = -1 if to is _HOST else 1
-        meter.change(category, sign * tensor.nbytes)
-        meter.change(_AWAY, -sign * tensor.nbytes)
-        return tensor.to(to, copy=True)
-
-    return move
-
-
 # By DeepSpeed's names. There is no buffer of gradients beside the gradients themselves.
-_KINDS: dict[str, Callable[[Segment], list[Return]]] = {
+_KINDS: dict[str, Callable[[Segment], Iterator[Return]]] = {
     "optim_states": _moments,
     "hp_params": _masters,
     "lp_params": _weights,
     "lp_grads": _gradients,
-    "contiguous_grad_buffer": lambda _: [],
+    "contiguous_grad_buffer": lambda _: iter(()),
 }

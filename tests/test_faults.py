@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-from menagerie import DEVICE, MODELS, VOCAB, WIDTH
+from menagerie import DEVICE, MODELS, VOCAB, WIDTH, batch_of
 from torch import Tensor, nn
 from training import config_of, digest_of_weights, start, take_steps
 
-from naught import host_update, parking
+from naught import host_update
 from naught.comm import rehearse
 from naught.comm.wires import Pending
 from naught.engine import Engine
-from naught.errors import CheckpointError, HalfUpdated, ModelError
+from naught.errors import CheckpointError, HalfUpdated, ModelError, UsageError
 from naught.ferry import Ferry
 from naught.flat import Meter
 from naught.gradients import DeviceSum
-from naught.segment import Segment
 from naught.shelves import DeviceShelf
 from naught.staging import Staging
 from naught.start import initialize
@@ -279,19 +279,54 @@ def test_states_that_come_back_mend_nothing():
         engine(IDS)
 
 
-def test_states_that_cannot_all_step_aside_stay(monkeypatch):
-    def no_room(_: Segment) -> list:
-        raise MemoryError("no room on the host")
+class NoRoom:
+    """The Nth copy of a tensor from here on finds no memory; None: every one does."""
 
-    wanted, engine = start(1), start(1)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        copy = Tensor.to
+
+        def copy_or_fail(tensor: Tensor, *args: Any, **more: Any) -> Tensor:
+            if more.get("copy") and self.left is not None:
+                self.left -= 1
+                if self.left < 0:
+                    self.left = None
+                    raise MemoryError("no room")
+            return copy(tensor, *args, **more)
+
+        monkeypatch.setattr(Tensor, "to", copy_or_fail)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("more", [{"bf16": {"enabled": True}}, {"naught": {"small_moments": True}}], ids=["masters", "8 bits"])
+def test_states_that_cannot_all_step_aside_stay_and_those_that_cannot_all_come_back_come_later(monkeypatch, stage, more):
+    """Whichever copy finds no memory, in the middle of a step."""
+    wanted, engine = (start(stage, accumulation=2, more=more) for _ in range(2))
     for each in (wanted, engine):
-        take_steps(each, 1)
-    before = engine.report()["live"]
-    monkeypatch.setitem(parking._KINDS, "lp_params", no_room)
-    with pytest.raises(MemoryError, match="no room on the host"):
-        engine.offload_states()
-    assert Counter(engine.report()["live"]) == Counter(before)
-    assert take_steps(engine, 2, first=1) == take_steps(wanted, 2, first=1)
+        take_steps(each, 3)
+    here, room = Counter(engine.report()["live"]), NoRoom(monkeypatch)
+    for way, failures in ((engine.offload_states, 0), (engine.reload_states, 0)):
+        while True:
+            room.left = failures
+            try:
+                way()
+            except MemoryError:
+                failures += 1
+            else:
+                break
+            if way == engine.offload_states:
+                assert Counter(engine.report()["live"]) == here
+            else:
+                assert Counter(engine.report()["live"]).total() == here.total()
+                with pytest.raises(UsageError, match="reload_states"):
+                    engine(batch_of(3, 0))
+                engine.reload_states()
+                engine.offload_states()
+        assert failures > 3
+    room.left = None
+    assert +Counter(engine.report()["live"]) == +here
+    assert take_steps(engine, 3, first=3) == take_steps(wanted, 3, first=3)
+    assert digest_of_weights(engine) == digest_of_weights(wanted)
 
 
 # --- what is under way ---
