@@ -152,6 +152,7 @@ def forecast_data(row: Forecast) -> dict[str, Any]:
             "disk": row.times.disk,
             "link_in_turn": row.times.link_in_turn,
             "behind_update": row.times.behind_update,
+            "behind_backward": row.times.behind_backward,
             "no_overlap": row.times.serial,
             "likely": row.times.likely,
             "full_overlap": row.times.overlapped,

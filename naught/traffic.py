@@ -25,11 +25,13 @@ class Times:
     disk: float
     link_in_turn: float  # the link, if all that the first forward needs comes up before anything goes down
     behind_update: float  # of that, what comes up while the host updates
+    behind_backward: float  # of the update, what the host does while the backward that lets its gradients go is under way
 
     @property
     def likely(self) -> float:
-        """As `serial`, but that weights for the first forward come up while the host updates: what placements are compared by."""
-        return self.serial - self.behind_update
+        """As `serial`, but that weights for the first forward come up while the host updates, and that updates in the backward
+        hide under it: what placements are compared by."""
+        return self.serial - self.behind_update - self.behind_backward
 
     @property
     def serial(self) -> float:
@@ -122,12 +124,14 @@ def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int |
         else:
             on_host += share
     early, updating = traffic.early / machine.link_bytes_s, on_host / machine.host_update_numel_s
+    forward = forward_flops * job.accumulation / machine.gpu.flops
     return Times(
-        compute=forwards * forward_flops * job.accumulation / machine.gpu.flops,
+        compute=forwards * forward,
         network=sum(traffic.volume.values()) / machine.collective_bytes_s,
         link=max(traffic.up, traffic.down) / machine.link_bytes_s,  # which carries both ways at once
         update=on_device / machine.device_update_numel_s + updating,
         disk=traffic.disk / machine.rank_disk_bytes_s,
         link_in_turn=early + max(traffic.up - traffic.early, traffic.down) / machine.link_bytes_s,
         behind_update=min(early, updating),
+        behind_backward=min((forwards - 1) * forward, updating) if job.update_in_backward else 0.0,
     )

@@ -451,10 +451,10 @@ def test_the_largest_model_fits_and_a_slightly_larger_one_does_not(name):
 
 
 @settings(max_examples=60)
-@given(st.integers(10**6, 3 * 10**11), st.sampled_from([1, 2, 8]), st.integers(0, 10**12), st.integers(0, 10**12))
-def test_the_pool_loses_no_unit_and_fits_whenever_a_single_row_does(numel, ranks, host, disk):
+@given(st.integers(10**6, 3 * 10**11), st.sampled_from([1, 2, 8]), st.integers(0, 10**12), st.integers(0, 10**12), st.booleans())
+def test_the_pool_loses_no_unit_and_fits_whenever_a_single_row_does(numel, ranks, host, disk, early):
     machine = Machine(ranks=ranks, ranks_per_node=ranks, gpu=GPUS["a100-80gb"], host_bytes=host, disk_bytes=disk)
-    advice = advise(gpt_of_count(numel), None, machine, Job())
+    advice = advise(gpt_of_count(numel), None, machine, Job(update_in_backward=early))
     model = gpt_of_count(numel)
     assert sum(run.numel * run.repeat for run, _ in advice.pooled) == model.numel
     names = ("stage3", "stage3-offload", "infinity-host", "infinity-disk-optim", "infinity-disk", "infinity-disk-all")
@@ -471,6 +471,30 @@ def test_the_pool_loses_no_unit_and_fits_whenever_a_single_row_does(numel, ranks
             assert advice.best.times.likely <= times.likely * 1.01
             like, faster = times.likely <= advice.best.times.likely, times.overlapped < advice.best.times.overlapped * 0.99
             assert not (like and faster), f"{row.name} is no slower in any way than {advice.best.name}"
+
+
+def test_what_the_host_updates_in_the_backward_hides_under_it():
+    """As long as there is backward to hide under: with no checkpoints two forwards, with them three."""
+    block = Run("block", 10**9)
+    for tier, forward_s, checkpointing, hidden in (
+        (Tier.HOST, 0.05, Checkpointing.NONE, 0.1),
+        (Tier.HOST, 0.05, Checkpointing.BLOCK, 0.15),
+        (Tier.HOST, 9.0, Checkpointing.NONE, 0.5),
+        (Tier.DEVICE, 0.05, Checkpointing.NONE, 0.0),
+    ):
+        machine = Machine(gpu=GPUS["h200"], host_bytes=10**12, update_numel_s=2e9)
+        found, waiting = (
+            forecast(
+                "x",
+                [PlacedRun(block, place_stage(2, optim=tier))],
+                ActivationBytes(0, 0, 0, "given", forward_flops=round(forward_s * machine.gpu.flops)),
+                machine,
+                Job(update_in_backward=early, checkpointing=checkpointing),
+            ).times
+            for early in (True, False)
+        )
+        assert found.behind_backward == pytest.approx(hidden) and waiting.behind_backward == 0
+        assert found.likely == pytest.approx(found.serial - found.behind_update - hidden)
 
 
 def test_of_rows_that_likely_take_as_long_the_one_that_moves_less_is_recommended():
