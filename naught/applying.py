@@ -30,7 +30,7 @@ def _telling() -> Iterator[None]:
     """What an exception has left behind."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         error.add_note(HALF_UPDATED)
         raise
 
@@ -39,7 +39,7 @@ def half_updated() -> HalfUpdated:
     """What whoever goes on all the same is told."""
     return HalfUpdated(
         "a step was ended in the middle of its update: some weights are new and some are old",
-        fix="load a checkpoint with engine.load_checkpoint, or make the engine anew",
+        fix="load a checkpoint with engine.load_checkpoint, all of it (strictly, with the optimizer), or make the engine anew",
     )
 
 

@@ -19,7 +19,7 @@ from naught.norms import norms_by_name
 from naught.parking import Parking
 from naught.saves.background import Background
 from naught.saves.importing import import_weights
-from naught.saves.loading import Wanted, load
+from naught.saves.loading import Wanted, find, load
 from naught.saves.saving import Asked, begin, write
 from naught.saves.snapshot import bytes_of
 from naught.saves.whole import save_weights, whole_state
@@ -154,32 +154,39 @@ class Between(Answers):
             raise UsageError("custom_load_fn is not available", fix="leave it out")
         self.background.wait()
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        with self.watchdog.resting(), self._mending(everything=wanted.optimizer and not wanted.module_only):
-            found, client_state = load(self, Store(RealDisk(), str(load_dir)), tag, wanted)
-        return f"{load_dir}/{found}", client_state
+        everything = wanted.strict and wanted.optimizer and not wanted.module_only
+        with self.watchdog.resting():
+            contents = find(self.schedule.group, Store(RealDisk(), str(load_dir)), tag)
+            with self._mending(everything=everything):
+                client_state = load(self, contents, wanted)
+        return f"{load_dir}/{contents.saved.tag}", client_state
 
     @contextmanager
     def _mending(self, *, everything: bool) -> Iterator[None]:
         """A load of everything replaces what a step has left that was not ended, or not well."""
         torn = self.passes.away
         if everything and (torn is None or isinstance(torn, HalfUpdated)):
-            self._forget_backward()
+            midway, failed = self._forget_backward(), self.passes.forget_failures()
             self.passes.away = None
-            torn = half_updated() if self.passes.forget_failures() else torn
+            torn = half_updated() if midway or failed else torn
         try:
             yield
         except BaseException:
             self.passes.away = self.passes.away or torn
             raise
 
-    def _forget_backward(self) -> None:
-        """Nobody takes its step, whatever units it has updated."""
+    def _forget_backward(self) -> bool:
+        """Nobody takes its step. Whether it has updated units."""
         early, running = self.stepping.early, self.schedule.current
-        if early is not None and (early.begun or (running is not None and running.seen_backward)):
+        if early is None:
+            return False
+        begun = early.begun
+        if begun or (running is not None and running.seen_backward):
             self.passes.abort()
             early.forget()
             self.accumulation.start_over()
             self.observer.forget()
+        return begun
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
         """Take over whole weights from a safetensors file, or from a folder as Hugging Face writes them: every rank reads the

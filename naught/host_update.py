@@ -62,7 +62,7 @@ def _telling() -> Iterator[None]:
     """What an exception has left behind."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         error.add_note(_HALF_UPDATED)
         raise
 

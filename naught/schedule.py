@@ -3,7 +3,8 @@
 The first pass of a kind is *careful*: before each collective the ranks say what they need next, and all of them take
 part in the first of it, so ranks may differ in what they run. If they did not differ, the record is compiled into a
 plan, and later passes replay it: an event issues the list up to its anchor, steps that are jumped over included. An
-event that the plan does not have ends the replay, on every rank or with an error that names the unit.
+event that the plan does not have ends the replay, and so does a jump that would end a unit which is still at work, on every
+rank or with an error that names the unit.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class _Pass:
     events: list[Event] = field(default_factory=list)
     entered: Counter[str] = field(default_factory=Counter)  # forwards that have begun
     depth: Counter[str] = field(default_factory=Counter)  # and not ended
+    awaited: Counter[str] = field(default_factory=Counter)  # forwards whose backward has not ended
     backward: set[str] = field(default_factory=set)
     seen_backward: bool = False
     summed: set[str] = field(default_factory=set)  # units whose gradients were summed, and that may be updated
@@ -49,10 +51,18 @@ class _Pass:
     surprised: bool = False
     # Nothing comes or goes, and no gradient is made: this rank may do it by itself.
     alone: bool = False
+    strayed: bool = False  # it has jumped over events of its plan
 
     def is_in_use(self, name: str) -> bool:
         """Whether a unit is between enter and exit, or between grad and done."""
         return self.depth[name] > 0 or name in self.backward
+
+    def still_needs(self, step: Step) -> bool:
+        """Whether a step would take something from a unit that is at work, or that makes more gradients by what its forwards have
+        told."""
+        if step.verb is Verb.UPDATE:
+            return step.unit in self.backward or self.awaited[step.unit] > 0
+        return step.verb in (Verb.RELEASE, Verb.REDUCE) and self.is_in_use(step.unit)
 
 
 class _Early(Protocol):
@@ -151,15 +161,13 @@ class Schedule:
         running = self.current
         assert running is not None
         event = Event(moment, name)
+        self._note(running, event)
         if running.program is not None:
             leg = running.program.find(running.leg, event)
-            if leg is None:
-                self._leave_plan(running, event)
-            else:
-                self._note(running, event)
+            if leg is not None and not _is_too_soon(running, running.program, leg):
                 self._issue_until(running, running.program, leg + 1)
                 return
-        self._note(running, event)
+            self._leave_plan(running, event)
         self._carefully(running, event)
 
     def _note(self, running: _Pass, event: Event) -> None:
@@ -168,6 +176,8 @@ class Schedule:
         if moment is Moment.ENTER:
             running.entered[name] += 1
             running.depth[name] += 1
+            if not running.seen_backward:  # else it computes again
+                running.awaited[name] += 1
         elif moment is Moment.EXIT:
             running.depth[name] -= 1
         elif moment is Moment.GRAD:
@@ -175,6 +185,7 @@ class Schedule:
             running.backward.add(name)
         else:
             running.backward.discard(name)
+            running.awaited[name] -= 1
 
     def _issue_until(self, running: _Pass, program: Program, end: int) -> None:
         for leg in program.legs[running.leg : end]:
@@ -185,7 +196,7 @@ class Schedule:
     def _leave_plan(self, running: _Pass, event: Event) -> None:
         """The plan does not have this: all ranks must leave it here, or none can go on."""
         at = torch.tensor([running.leg, self.order.index(event.unit), list(Moment).index(event.moment)])
-        story = f'{event.moment} of unit "{event.unit or "root"}" is not in the plan'
+        story = f'{event.moment} of unit "{event.unit or "root"}" does not fit into the plan'
         rows = self.group.diverge(at, story)
         if not bool((rows == rows[0]).all()):
             raise ScheduleError(f"{story}, and other ranks met something else", fix=SAME_ORDER)
@@ -262,3 +273,12 @@ class Schedule:
     def _step(self, code: int) -> Step:
         name = self.order[code // 2]
         return Step(Verb.REDUCE, Kind.GRAD, name) if code % 2 else Step(Verb.GATHER, Kind.PARAM, name)
+
+
+def _is_too_soon(running: _Pass, program: Program, leg: int) -> bool:
+    """Whether going on to a leg would release, reduce or update a unit that is still at work. A pass that has met every event of
+    its plan so far goes the way that was recorded."""
+    running.strayed |= leg > running.leg
+    return running.strayed and any(
+        running.still_needs(step) for each in program.legs[running.leg : leg + 1] for step in each.steps
+    )

@@ -365,6 +365,7 @@ def mistakes(place: str, folder: str) -> list[str]:
         engine.save_checkpoint(folder)
 
     def load_some(engine: Engine) -> None:
+        engine.save_checkpoint(folder)
         backward(engine)
         engine.load_checkpoint(folder, load_optimizer_states=False)
 

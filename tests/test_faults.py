@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,14 +160,17 @@ def test_an_update_that_has_no_memory_for_its_moments_changes_nothing(monkeypatc
     assert digest_of_weights(engine) == digest_of_weights(wanted)
 
 
-def test_an_update_that_fails_halfway_says_so(monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_an_update_that_fails_halfway_says_so(monkeypatch, error):
     engine = start(2)
     take_steps(engine, 1)
     rule = engine.optimizer.rule
-    monkeypatch.setattr(type(rule), "update", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("in the rule")))
-    with pytest.raises(torch.OutOfMemoryError, match="in the rule") as caught:
+    monkeypatch.setattr(type(rule), "update", lambda *_: (_ for _ in ()).throw(error("in the rule")))
+    with pytest.raises(error, match="in the rule") as caught:
         take_steps(engine, 1, first=1)
     assert any("load a checkpoint before you go on" in note for note in caught.value.__notes__)
+    with pytest.raises(HalfUpdated):
+        engine(IDS)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +232,17 @@ def test_nobody_goes_on_with_an_update_that_was_ended_in_the_middle_until_a_chec
     assert (take_steps(engine, 2, first=2), digest_of_weights(engine)) == wanted
 
 
+@contextmanager
+def damaged(folder: Path) -> Iterator[None]:
+    """One byte of every rank's file of the checkpoints in a folder is another, for a while."""
+    files = {path: path.read_bytes() for path in folder.glob("*/*.safetensors")}
+    for path, whole in files.items():
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    yield
+    for path, whole in files.items():
+        path.write_bytes(whole)
+
+
 BELOW = {"offload_optimizer": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 
 
@@ -261,7 +278,11 @@ def test_a_checkpoint_mends_an_engine_whose_update_beside_training_has_failed(tm
         engine.save_checkpoint(tmp_path)
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(tmp_path, tag="absent")
-    with pytest.raises(HalfUpdated):  # what could not be loaded has mended nothing
+    with pytest.raises(TypeError):  # what could not be found has changed nothing
+        engine.save_checkpoint(tmp_path)
+    with damaged(tmp_path), pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path)
+    with pytest.raises(HalfUpdated):  # and what could not be loaded has mended nothing
         engine(IDS)
     engine.load_checkpoint(tmp_path)
     assert (take_steps(engine, 2, first=2), digest_of_weights(engine)) == wanted

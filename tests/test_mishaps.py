@@ -140,7 +140,7 @@ def goes_astray() -> None:
 def test_a_rank_that_runs_another_order_is_told_which_unit_and_nobody_hangs():
     world = World(2)
     try:
-        with pytest.raises(WorkerError, match=r'ScheduleError.*of unit "blocks\.1" is not in the plan'):
+        with pytest.raises(WorkerError, match=r'ScheduleError.*of unit "blocks\.1" does not fit into the plan'):
             world.run(goes_astray)
     finally:
         world.stop()

@@ -157,7 +157,7 @@ def test_a_block_that_is_used_twice_is_updated_after_both(two, stage, reentrant)
 
 
 class Skipping(Stack):
-    """The third block's backward begins when it is told to, which is not in the plan."""
+    """The third block's backward begins when it is told to, which the plan does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +182,51 @@ def leave_plan(stage: int, more: dict[str, Any]) -> tuple[Steps, str]:
 @pytest.mark.parametrize("stage", range(4))
 def test_a_plan_that_is_left_in_the_middle_of_a_backward_updates_nothing_too_soon(two, stage):
     assert two.run(leave_plan, stage, EARLY) == two.run(leave_plan, stage, {})
+
+
+class Rerouted(Stack):
+    """Goes through its blocks in an order that is given anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path: list[int | tuple[int, int]] = [0, 1, 2, 3]  # a pair is computed again together
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for at in self.path:
+            if isinstance(at, int):
+                x = self.blocks[at](x)
+            else:
+                one, other = (self.blocks[each] for each in at)
+                x = checkpoint(lambda x, one=one, other=other: other(one(x)), x, use_reentrant=False)
+        return x.float().square().mean()
+
+
+def take_another_path(stage: int, more: dict[str, Any], way: str) -> tuple[Steps, str]:
+    torch.manual_seed(0)
+    model = Rerouted()
+    engine = start(model, stage, more)
+    before, then = ANOTHER[way]
+    found: Steps = []
+    for at, model.path in enumerate((before, before, then, then, before)):
+        found += take_steps(engine, 1, first=at)
+    return outcome(engine, found)
+
+
+ANOTHER: dict[str, tuple[list[int | tuple[int, int]], list[int | tuple[int, int]]]] = {
+    "computed again": ([0, 1], [(0, 1)]),
+    "turned round": ([0, 1, 2, 3], [3, 1, 2, 0]),
+    "once less": ([0, 1, 0, 1], [1, 0]),
+    "left out": ([0, 1, 2, 3], [0, 3]),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("more", [{}, EARLY], ids=["at_the_end", "early"])
+@pytest.mark.parametrize("way", ANOTHER)
+def test_a_plan_does_not_jump_over_the_end_of_a_unit_that_is_still_at_work(two, stage, more, way):
+    """It would release, reduce or update it, in the middle of its backward or before."""
+    assert two.run(take_another_path, stage, more, way) == two.run(take_another_path, 0, {}, way)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

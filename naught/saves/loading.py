@@ -13,6 +13,7 @@ from torch import Tensor
 
 from naught.answers import Answers
 from naught.checkpoints import Manifest, Store, Table
+from naught.comm import Group
 from naught.errors import CheckpointError, RankMismatch
 from naught.saves.contents import Contents
 from naught.saves.inventory import WEIGHTS, refuse_differences, shapes_of, stretches, whole_of, wholes_in
@@ -24,7 +25,7 @@ from naught.segment import Segment
 from naught.states import States, Updating
 from naught.stored_part import StoredPart
 
-__all__ = ["Wanted", "load"]
+__all__ = ["Wanted", "find", "load"]
 
 
 class Wanted(NamedTuple):
@@ -36,12 +37,8 @@ class Wanted(NamedTuple):
     module_only: bool = False
 
 
-def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
-    """Returns the tag and the client's own state. If anything is wrong on any rank, nothing has changed on any."""
-    group = engine.schedule.group
-    engine.refuse_away()
-    engine.before_a_change()
-    engine.passes.close()
+def find(group: Group, store: Store, tag: str | None) -> Contents:
+    """The checkpoint that all ranks mean."""
     tags = group.exchange_texts("" if tag is None else str(tag))
     if len(set(tags)) > 1:
         raise RankMismatch(f"the ranks want to load different tags: {', '.join(sorted(set(tags)))}", fix="agree on one")
@@ -49,12 +46,23 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
         chosen = tags[0] or (store.newest().tag if group.rank == 0 else "")
     chosen = group.exchange_texts(chosen)[0]
     with group.together():
-        reading = _Reading(engine, Contents(store, store.find(chosen)), wanted)
+        found = Contents(store, store.find(chosen))
+    return found  # noqa: RET504 - to the type checker a context may swallow what is raised inside, and end here with nothing
+
+
+def load(engine: Answers, contents: Contents, wanted: Wanted) -> dict[str, Any]:
+    """Returns the client's own state. If anything is wrong on any rank, nothing has changed on any."""
+    group, chosen = engine.schedule.group, contents.saved.tag
+    engine.refuse_away()
+    engine.before_a_change()
+    engine.passes.close()
+    with group.together():
+        reading = _Reading(engine, contents, wanted)
     try:
         with group.together():
             reading.check()
         _refuse_different(group.exchange_texts(reading.manifest.save), chosen)
-    except Exception:
+    except BaseException:  # an interrupt, too
         reading.undo()
         raise
     with unusable_on_error(engine):
@@ -64,7 +72,7 @@ def load(engine: Answers, store: Store, tag: str | None, wanted: Wanted) -> tupl
             _finish(engine, reading)
         weights_written(engine)
         group.look_for_faults()
-    return chosen, dict(reading.memory.client_state)
+    return dict(reading.memory.client_state)
 
 
 def _refuse_different(identities: Sequence[str], tag: str) -> None:

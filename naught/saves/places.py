@@ -57,7 +57,7 @@ def unusable_on_error(engine: Answers) -> Iterator[None]:
     """What fails while states are being overwritten leaves an engine that says so."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         engine.passes.away = CheckpointError(f"states were being loaded when this happened: {error}", fix=_ANEW)
         raise
 
