@@ -4,43 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import torch
 
-from naught.errors import HalfUpdated
 from naught.host_update import update_beside
 from naught.rules import Part
 from naught.segment import Segment
 from naught.states import Updating
 from naught.steps import order_of_updates
+from naught.torn import IN_THE_STEP, tearing
 from naught.unit import Unit
 
-__all__ = ["HALF_UPDATED", "Courier", "apply", "half_updated", "prepare"]
+__all__ = ["Courier", "apply", "prepare"]
 
 _BATCH_BYTES = 4 << 20  # of gradients that one call of the rule takes up: their weights travel beside the next
-HALF_UPDATED = (
-    "naught: this happened in the middle of an update. Some weights are new and some are old: load a checkpoint before you go on"
-)
 _DEVICE_NUMEL = 1 << 25  # that are widened at a time on a device
-
-
-@contextmanager
-def _telling() -> Iterator[None]:
-    """What an exception has left behind."""
-    try:
-        yield
-    except BaseException as error:  # an interrupt, too
-        error.add_note(HALF_UPDATED)
-        raise
-
-
-def half_updated() -> HalfUpdated:
-    """What whoever goes on all the same is told."""
-    return HalfUpdated(
-        "a step was ended in the middle of its update: some weights are new and some are old",
-        fix="load a checkpoint with engine.load_checkpoint, all of it (strictly, with the optimizer), or make the engine anew",
-    )
 
 
 def prepare(trained: Iterable[Segment], how: Updating) -> Exception | None:
@@ -55,7 +33,7 @@ def prepare(trained: Iterable[Segment], how: Updating) -> Exception | None:
     return None
 
 
-@_telling()
+@tearing(IN_THE_STEP)
 def apply(
     units: Sequence[Unit],
     how: Updating,

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from naught.answers import Answers
-from naught.applying import half_updated
 from naught.checkpoints import RealDisk, Store, tag_of
 from naught.data import Loader, loader_of
 from naught.errors import HalfUpdated, UsageError
@@ -23,6 +22,7 @@ from naught.saves.loading import Wanted, find, load
 from naught.saves.saving import Asked, begin, write
 from naught.saves.snapshot import bytes_of
 from naught.saves.whole import save_weights, whole_state
+from naught.torn import half_updated
 from naught.watchdog import Watchdog
 
 __all__ = ["Between"]
@@ -184,9 +184,13 @@ class Between(Answers):
         if begun or (running is not None and running.seen_backward):
             self.passes.abort()
             early.forget()
-            self.accumulation.start_over()
-            self.observer.forget()
+            self._start_over()
         return begun
+
+    def _start_over(self) -> None:
+        """Whatever follows begins a step."""
+        self.accumulation.start_over()
+        self.observer.forget()
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
         """Take over whole weights from a safetensors file, or from a folder as Hugging Face writes them: every rank reads the

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from naught.accumulation import Accumulation, by_an_engine
 from naught.between import Between
 from naught.claims import Claims
-from naught.config import Batch, Config, refuse_batch
+from naught.config import Batch, Config, refuse_accumulation
 from naught.data import Loader
 from naught.devices import is_out_of_memory, limit_memory
 from naught.dividing import replace_in_groups
@@ -172,8 +172,7 @@ class Engine(Between):
         if self.accumulation.at_start:
             self.passes.refuse_midway()
             self.passes.drop_gradients()
-            self.accumulation.start_over()
-            self.observer.forget()
+            self._start_over()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the micro-batch under way is the last of its step. From here on the caller counts, not the engine."""
@@ -190,7 +189,7 @@ class Engine(Between):
         self._resize(self.accumulation.resized(micro=micro_batch_size))
 
     def _resize(self, batch: Batch) -> None:
-        refuse_batch(self.settings, batch.accumulation)
+        refuse_accumulation(self.settings, batch.accumulation)
         if precision_of(self.settings, batch.accumulation) != precision_of(self.settings, self.accumulation.steps):
             raise UsageError(
                 "the engine was made for another kind of sum: of one micro-batch in 16 bits, or of several in 32",
@@ -278,8 +277,7 @@ class Engine(Between):
                     self.passes.abort()
                 finally:
                     self.stepping.give_up(error)
-                    self.accumulation.start_over()
-                    self.observer.forget()
+                    self._start_over()
             raise
 
     def _shortage(self) -> str:

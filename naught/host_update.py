@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,15 +16,12 @@ from naught.spill import Stored
 from naught.stash import HostSum
 from naught.states import Updating
 from naught.tile_update import TileUpdate
+from naught.torn import BESIDE_TRAINING, tearing
 
 __all__ = ["update_beside"]
 
 _PIECE_NUMEL = 1 << 22  # that a thread updates at a time: with less, threads wait for each other's Python
 _ROOM_NUMEL = 1 << 20  # the same of what is widened, scaled or unpacked first, which the rule finds nearer than in memory then
-_HALF_UPDATED = (
-    "naught: this happened in an update on the host, maybe one of an earlier step(). Some weights are new and some are old: "
-    "load a checkpoint before you go on"
-)
 
 
 def update_beside(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float, *, delayed: bool) -> None:
@@ -45,7 +41,7 @@ def update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffic
 
     def update_piece(at: int) -> None:
         arrived.wait()
-        with _telling():
+        with tearing(BESIDE_TRAINING):
             _take(states.part(cuts[at], masters, home), how, coefficient, crew)
 
     if how.rule.defers:
@@ -55,16 +51,6 @@ def update_beside(segment: Segment, how: Updating, used: Sequence[bool], coeffic
     for at in range(len(cuts)):
         update_piece(at)
     segment.written()
-
-
-@contextmanager
-def _telling() -> Iterator[None]:
-    """What an exception has left behind."""
-    try:
-        yield
-    except BaseException as error:  # an interrupt, too
-        error.add_note(_HALF_UPDATED)
-        raise
 
 
 def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coefficient: float) -> None:
@@ -78,7 +64,7 @@ def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coeff
     pieces = update_tile.pieces(cuts, apart=how.rule.apart)
 
     def update_piece(at: int) -> None:
-        with _telling():
+        with tearing(BESIDE_TRAINING):
             update_tile.do(pieces[at])
 
     if how.rule.defers:
@@ -87,8 +73,8 @@ def _update_on_disk(segment: Segment, how: Updating, used: Sequence[bool], coeff
     with segment.home.group.noting():
         beside.wait()
         segment.update_on_disk(0, lambda _: None)
-        for piece in pieces:
-            update_tile.do(piece)
+        for at in range(len(pieces)):
+            update_piece(at)
 
 
 def _take(part: Part, how: Updating, coefficient: float, crew: Crew) -> None:

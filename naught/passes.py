@@ -32,7 +32,7 @@ class Passes:
         self.schedule, self.watch, self.completes_step = schedule, watch, completes_step
         # Units whose weights are absent at times.
         self.coming_and_going = {name for name, unit in schedule.units.items() if unit.placement.param.split or unit.lazy}
-        self.summed = False  # no gradient of this step waits to be summed over the ranks
+        self.all_summed = False  # no gradient of this step waits to be summed over the ranks
         self.away: NaughtError | None = None  # why the weights cannot be had now, where they cannot
         self.recording = ExitStack()  # holds a scout while a forward is recorded
         self.homes = {
@@ -113,7 +113,7 @@ class Passes:
             last = self.completes_step()
             if training and not last and self.schedule.early is not None:
                 self.schedule.early.refuse_more()
-            self.schedule.open(training=training, which=self.schedule.which(last=last), careful=careful, alone=alone)
+            self.schedule.open(training=training, which=self.schedule.pass_of(last=last), careful=careful, alone=alone)
 
     def _found(self, param: nn.Parameter) -> None:
         """A parameter is about to be used, maybe where its unit is absent."""
@@ -178,7 +178,7 @@ class Passes:
         self.schedule.close()
         self.hooks.forget()
         if running.training:
-            self.summed = running.which.last
+            self.all_summed = running.which.last
         if running.seen_backward:
             self.watch.after("backward")
         self.watch.rest()
@@ -187,12 +187,12 @@ class Passes:
         """Have the gradients of this step summed over the ranks, also where they were made unsynced. What has come since the pass
         was closed is not among them."""
         self.close()
-        if not self.summed:
+        if not self.all_summed:
             self.sum_late()
 
     def sum_late(self) -> None:
         """Have what backwards have left since the pass was closed summed over the ranks, too. All ranks must do so."""
-        self.schedule.open(training=True, which=self.schedule.which(last=True), careful=True)
+        self.schedule.open(training=True, which=self.schedule.pass_of(last=True), careful=True)
         self.close()
 
     def complete_late(self) -> None:
@@ -209,7 +209,7 @@ class Passes:
         for unit in self.schedule.units.values():
             for segment in unit.segments:
                 segment.grads.drop()  # also what autograd makes for parameters that are in no group
-        self.summed = False
+        self.all_summed = False
 
     def forget_failures(self) -> bool:
         """Of updates on the host; whether there were any."""

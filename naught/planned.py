@@ -29,12 +29,11 @@ _WIDE = 4  # bytes of an element of masters and moments
 
 def planned_of(schedule: Schedule, accumulation: Accumulation, optimizer: Optimizer | None) -> dict[str, int]:
     """The peaks of the passes that have a plan, one behind the other as a step has them, with what rests beside them."""
-    steps = {which: program.steps for which, program in schedule.programs.items()}
     again = accumulation.every and accumulation.steps > 1  # sums over the ranks are taken more than once in a step
-    unsummed, summed = (
-        steps.get((True, schedule.which(last=last)), ()) for last in (False, True)
-    )  # more of one kind open no more
-    walks = [unsummed + summed, *(found for (training, _), found in steps.items() if not training)]
+    summed = schedule.steps_of(last=True)
+    # Of micro-batches that are not the last one stands for all: those behind it hold no more.
+    step = schedule.steps_of(last=False) + summed
+    walks = [step, *(program.steps for (training, _), program in schedule.programs.items() if not training)]
     sizes = {name: unit.sizes() for name, unit in schedule.units.items()}
     placements = {name: unit.placement for name, unit in schedule.units.items()}
     peaks = at_rest(schedule, optimizer) | planned_peaks(walks, placements, sizes)

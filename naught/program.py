@@ -69,7 +69,7 @@ class Program:
             return start
         return next((at for at in range(start + 1, len(legs)) if legs[at].event == event), None)
 
-    def summed(self, end: int) -> set[str]:
+    def due_after(self, end: int) -> set[str]:
         """Units whose reduce the legs up to one have issued, and no update."""
         found: set[str] = set()
         for step in (step for leg in self.legs[:end] for step in leg.steps):

@@ -71,9 +71,9 @@ class SharedRooms:
 
 def shared_rooms(units: Iterable[Sequence[int]]) -> SharedRooms:
     """On the host, where each unit is updated as soon as it has its sums: rooms for those of any unit, and one that is read
-    meanwhile. `units` has the elements of each sum."""
+    meanwhile, if there is more than one unit. `units` has the elements of each sum."""
     sums = [numels for numels in units if numels]
-    return SharedRooms(max(map(len, sums)) + 1, max(map(max, sums))) if sums else SharedRooms()
+    return SharedRooms(max(map(len, sums)) + (len(sums) > 1), max(map(max, sums))) if sums else SharedRooms()
 
 
 def room_bytes(largest_numel: int, kinds: int, threads: int, request_bytes: int, others: int = 1) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,7 +24,7 @@ from naught.errors import ScheduleError
 from naught.moving import Budgets
 from naught.placement import Kind
 from naught.plan import compile_plan
-from naught.program import Program
+from naught.program import Leg, Program
 from naught.steps import Event, Moment, Pass, Step, Verb
 from naught.unit import Unit
 
@@ -45,21 +45,25 @@ class _Pass:
     awaited: Counter[str] = field(default_factory=Counter)  # forwards whose backward has not ended
     backward: set[str] = field(default_factory=set)
     seen_backward: bool = False
-    summed: set[str] = field(default_factory=set)  # units whose gradients were summed, and that may be updated
+    due: set[str] = field(default_factory=set)  # units whose gradients were summed, and that may be updated
     touched: set[nn.Parameter] | None = None  # parameters that its forwards have used; None: nobody has looked
     # Something came to light that changes what the next pass says: this record is not worth a plan.
     surprised: bool = False
     # Nothing comes or goes, and no gradient is made: this rank may do it by itself.
     alone: bool = False
-    strayed: bool = False  # it has jumped over events of its plan
+    # It has jumped over events of its plan; else it goes the way that was recorded, on which nothing comes too soon.
+    strayed: bool = False
 
     def is_in_use(self, name: str) -> bool:
         """Whether a unit is between enter and exit, or between grad and done."""
         return self.depth[name] > 0 or name in self.backward
 
-    def still_needs(self, step: Step) -> bool:
-        """Whether a step would take something from a unit that is at work, or that makes more gradients by what its forwards have
-        told."""
+    def needs_any(self, legs: Iterable[Leg]) -> bool:
+        """Whether legs would release, reduce or update a unit that is still at work, or update one of which there are more
+        gradients to come, by what its forwards have told."""
+        return any(self._needs(step) for leg in legs for step in leg.steps)
+
+    def _needs(self, step: Step) -> bool:
         if step.verb is Verb.UPDATE:
             return step.unit in self.backward or self.awaited[step.unit] > 0
         return step.verb in (Verb.RELEASE, Verb.REDUCE) and self.is_in_use(step.unit)
@@ -93,9 +97,14 @@ class Schedule:
 
     # --- passes ---
 
-    def which(self, *, last: bool) -> Pass:
+    def pass_of(self, *, last: bool) -> Pass:
         """What a pass of a step is, by whether it is its last."""
         return Pass(last=last, early=self.early is not None)
+
+    def steps_of(self, *, last: bool) -> tuple[Step, ...]:
+        """What a micro-batch in training issues, the last of its step or another one; nothing where there is no plan yet."""
+        program = self.programs.get((True, self.pass_of(last=last)))
+        return () if program is None else program.steps
 
     def open(self, *, training: bool, which: Pass, careful: bool = False, alone: bool = False) -> None:
         assert self.current is None
@@ -112,7 +121,7 @@ class Schedule:
             self._issue_until(running, running.program, len(running.program.legs))
         elif not running.alone:
             self._serve(running, None)
-            self._update_summed(running)
+            self._update_due(running)
             self._learn(running)
         for unit in self.units.values():
             unit.release()
@@ -164,9 +173,11 @@ class Schedule:
         self._note(running, event)
         if running.program is not None:
             leg = running.program.find(running.leg, event)
-            if leg is not None and not _is_too_soon(running, running.program, leg):
-                self._issue_until(running, running.program, leg + 1)
-                return
+            if leg is not None:
+                running.strayed |= leg > running.leg
+                if not (running.strayed and running.needs_any(running.program.legs[running.leg : leg + 1])):
+                    self._issue_until(running, running.program, leg + 1)
+                    return
             self._leave_plan(running, event)
         self._carefully(running, event)
 
@@ -203,7 +214,7 @@ class Schedule:
         for unit in self.units.values():
             unit.settle()
             unit.drop_reading()
-        running.summed |= running.program.summed(running.leg) if running.program is not None else set()  # more may come of them
+        running.due |= running.program.due_after(running.leg) if running.program is not None else set()  # more may come of them
         running.program = None
         self.programs.pop((running.training, running.which), None)
 
@@ -235,7 +246,7 @@ class Schedule:
             self._take_part(running, chosen)
             # Else it waits for the end of the pass, also where only some rank has it to do so.
             if chosen == wanted and complete and bool((rows == rows[0]).all()):
-                self._update_summed(running, chosen.unit)
+                self._update_due(running, chosen.unit)
             if chosen == wanted:
                 return
 
@@ -243,19 +254,19 @@ class Schedule:
         unit = self.units[step.unit]
         if step.verb is Verb.REDUCE:
             unit.reduce()
-            running.summed.add(step.unit)
+            running.due.add(step.unit)
             return
         unit.join()
         if not running.is_in_use(step.unit):
             unit.release()
 
-    def _update_summed(self, running: _Pass, only: str | None = None) -> None:
+    def _update_due(self, running: _Pass, only: str | None = None) -> None:
         """Update units whose gradients are summed, or one of them, unless they wait for the step. That a sum was asked for
         decides, which is the same on every rank, and not that there is one here."""
         if self.early is not None:
             for name in self.order if only is None else [only]:
-                if name in running.summed:
-                    running.summed.discard(name)
+                if name in running.due:
+                    running.due.discard(name)
                     self.early.take(self.units[name])
 
     def _is_complete(self, running: _Pass, name: str) -> bool:
@@ -273,12 +284,3 @@ class Schedule:
     def _step(self, code: int) -> Step:
         name = self.order[code // 2]
         return Step(Verb.REDUCE, Kind.GRAD, name) if code % 2 else Step(Verb.GATHER, Kind.PARAM, name)
-
-
-def _is_too_soon(running: _Pass, program: Program, leg: int) -> bool:
-    """Whether going on to a leg would release, reduce or update a unit that is still at work. A pass that has met every event of
-    its plan so far goes the way that was recorded."""
-    running.strayed |= leg > running.leg
-    return running.strayed and any(
-        running.still_needs(step) for each in program.legs[running.leg : leg + 1] for step in each.steps
-    )

@@ -105,13 +105,11 @@ def _course(engine: Engine, flops: Mapping[str, UnitFlops], flows: Sizes) -> Cou
     """The passes of a step one behind the other. Activations that go away are as large for each unit that computes: which tensor
     is whose nobody knows."""
     units, passes = engine.schedule.units, engine.gradient_accumulation_steps()
-    programs = {which: program.steps for (training, which), program in engine.schedule.programs.items() if training}
-    unsummed, summed = (programs.get(engine.schedule.which(last=last), ()) for last in (False, True))
     inner = [name for name in units if name and flops[name].forward] or [name for name in units if flops[name].forward]
     away = flows.get("activations to the host", 0) // passes // max(1, len(inner))
     kept = engine.report()["peak"]
     return Course(
-        steps=(*unsummed * (passes - 1), *summed),
+        steps=(*engine.schedule.steps_of(last=False) * (passes - 1), *engine.schedule.steps_of(last=True)),
         placements={name: unit.placement for name, unit in units.items()},
         sizes={name: unit.sizes() for name, unit in units.items()},
         works={name: _work(unit, flops[name], away if name in inner else 0) for name, unit in units.items()},

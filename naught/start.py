@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,27 +17,23 @@ from naught.accelerator import get_accelerator
 from naught.accumulation import Accumulation
 from naught.activation_rests import AsItIs, Split
 from naught.agreement import agree, facts_of
-from naught.born import splits
 from naught.build import Surroundings, budgets_of, build_units, limits_of
-from naught.claims import refuse_claimed
-from naught.comm import Among, Group, Ledger, Lineup, Mean, lineup_of, local_of, make_group, standing
-from naught.config import Batch, Config, Source, derive_batch, load, refuse_auto, refuse_batch
+from naught.comm import Among, Group, Ledger, Lineup, Mean, local_of, make_group
+from naught.config import Batch, Config, Source, derive_batch, load, refuse_accumulation
 from naught.data import Loader, loader_of
-from naught.devices import device_for, limit_memory
+from naught.devices import limit_memory
 from naught.dividing import divide, replace_in_groups
 from naught.early import Early
 from naught.engine import Engine
-from naught.errors import ModelError, UsageError
 from naught.freed_pages import keep_freed_pages
 from naught.limits import job_of, limits_here
-from naught.local_parts import has_dtensors, localize, put_back, refuse_parts
+from naught.local_parts import localize, put_back
 from naught.membership import Membership
 from naught.observing import Observer
-from naught.optimizer import Groups, Hand, Optimizer, groups_of, optimizer_of
+from naught.optimizer import Groups, Hand, Optimizer
 from naught.passes import Passes
 from naught.precision import loss_scale_of, precision_of
-from naught.rates import RateSchedule
-from naught.rules import RULES
+from naught.request import Beside, Request, request_of, source_of
 from naught.saved import Saves
 from naught.saves.background import Background
 from naught.schedule import Schedule
@@ -89,41 +85,14 @@ def initialize(
     if dist_init_required or (dist_init_required is None and not comm.is_initialized() and find_seat(os.environ) is not None):
         comm.init_distributed(distributed_port=distributed_port)
     with make_group(Ledger(), torch.device(get_accelerator().current_device_name()), reduce_numel=1).together():
-        settings = load(_source(args, config, config_params))
-        refuse_auto(settings)
-        _refuse(model, mesh_param)
-        assert model is not None
-        asked = _asked(model, settings, _lineup(model, settings, mesh, mpu), optimizer, model_parameters, lr_scheduler)
-    return _start(asked, training_data, collate_fn)
+        settings = load(source_of(args, config, config_params))
+        request = request_of(model, settings, Beside(mesh, mpu, mesh_param), optimizer, model_parameters, lr_scheduler)
+    return _start(request, training_data, collate_fn)
 
 
-class _Asked(NamedTuple):
-    """What a script wants to have trained, once nothing is wrong with it."""
-
-    model: nn.Module
-    settings: Config
-    lineup: Lineup | None
-    device: torch.device
-    optimizer: Optimizer | None
-    rates: Scheduler | None
-    membership: Membership
-
-
-def _asked(
-    model: nn.Module, settings: Config, lineup: Lineup | None, optimizer: Hand | None, params: Groups | None, rates: Any
-) -> _Asked:
-    here = standing()
-    device = device_for(model) if here is None else here.device
-    chosen = _optimizer(settings, model, optimizer, params, device)
-    _refuse_rule(settings, chosen)
-    made = _rates(settings, chosen, rates)
-    membership = Membership(model, [] if chosen is None else chosen.param_groups)
-    return _Asked(model, settings, lineup, device, chosen, made, membership)
-
-
-def _start(asked: _Asked, training_data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Started:
+def _start(request: Request, training_data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Started:
     """From here on ranks talk of one model, and if this fails it is what it was."""
-    model, settings, lineup, device, chosen, rates, membership = asked
+    model, settings, lineup, device, chosen, rates, membership = request
     watch = Watch(device, model_bytes=_bytes_on(device, model))
     most = settings.zero_optimization.reduce_bucket_size
     group = make_group(watch.ledger, device, reduce_numel=most, mean=_mean(settings), lineup=lineup)
@@ -138,7 +107,7 @@ def _start(asked: _Asked, training_data: Any, collate_fn: Callable[[list[Any]], 
             membership = Membership(model, membership.groups)
         with group.together():
             batch = derive_batch(settings, group.parts)
-            refuse_batch(settings, batch.accumulation)
+            refuse_accumulation(settings, batch.accumulation)
             observer = Observer(settings, watch, group.rank)
             loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
         accumulation = Accumulation(
@@ -231,25 +200,6 @@ def _moments(optimizer: Optimizer | None) -> int:
     return 0 if optimizer is None else max(len(optimizer.rule.states(hyper)) for hyper in optimizer.param_groups)
 
 
-def _refuse_rule(settings: Config, optimizer: Optimizer | None) -> None:
-    """Not every optimizer can be delayed, and not everything that one remembers can be kept in 8 bits."""
-    if optimizer is None:
-        return
-    rule, ours = optimizer.rule, settings.naught
-    names = dict.fromkeys(name for hyper in optimizer.param_groups for name in rule.states(hyper))
-    packed = all(name in rule.signs for name in names)
-    for key, wanted, possible in (
-        ("small_moments", ours.small_moments, packed),
-        ("delay_update_after", ours.delay_update_after is not None, rule.defers),
-        ("update_in_backward", ours.update_in_backward, rule.defers),
-    ):
-        if wanted and not possible:
-            raise UsageError(
-                f"naught.{key} is not for this optimizer ({type(optimizer.optimizer or rule).__name__})",
-                fix=f"name AdamW, Adam, Lion or SGD in the configuration instead of giving an object, or leave {key} out",
-            )
-
-
 def _reserve_on_disk(passes: Passes, optimizer: Optimizer | None) -> None:
     """What the first step makes on disk has its room now: a disk that is full says so before there is anything to lose."""
     kept = [segment.kept for unit in passes.schedule.units.values() for segment in unit.trained]
@@ -258,91 +208,3 @@ def _reserve_on_disk(passes: Passes, optimizer: Optimizer | None) -> None:
     if disk is not None:
         with passes.schedule.group.together():
             disk.foresee("states", _moments(optimizer) * sum(sizes))
-
-
-def _source(args: Any, *given: Source | None) -> Source:
-    """The one configuration among those that a script may give."""
-    by_arguments = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
-    sources = [source for source in (*given, *by_arguments) if source is not None]
-    if len(sources) > 1:
-        raise UsageError(
-            "there are two configurations", fix="give one: config, config_params, or --deepspeed_config on the command line"
-        )
-    if not sources:
-        raise UsageError("there is no configuration", fix="give config=..., or --deepspeed_config on the command line")
-    return sources[0]
-
-
-def _lineup(model: nn.Module, settings: Config, mesh: Any, mpu: Any) -> Lineup | None:
-    """Which ranks have a model together; None: every rank has all of it."""
-    lineup = lineup_of(mesh, mpu)
-    if lineup is not None and lineup.model_size == 1 and not has_dtensors(model):
-        return None
-    if lineup is None and has_dtensors(model):
-        raise UsageError(
-            "the model's parameters are DTensors, and nobody says which ranks have a model together",
-            fix='give mesh=init_device_mesh("cuda", (data, model), mesh_dim_names=("dp", "tp"))',
-        )
-    if lineup is None:
-        return None
-    refuse_parts(model, lineup)
-    if any(splits(param) for param in model.parameters()):
-        raise UsageError("the model was split over all ranks while it was built", fix="build it without zero.Init")
-    if settings.naught.tiles > 1:
-        raise UsageError("layers that several ranks have together are not divided into tiles", fix="leave naught.tiles out")
-    if settings.activation_checkpointing.partition_activations and settings.naught.saved_tensors == "all":
-        raise UsageError(
-            "all that autograd saves is not the same on ranks that have a model together, and cannot be split over them",
-            fix="leave saved_tensors or partition_activations out",
-        )
-    return lineup
-
-
-def _refuse(model: nn.Module | None, mesh_param: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="give model=...")
-    refuse_claimed(model)
-    if mesh_param is not None:
-        raise UsageError("mesh_param is for sequence parallelism, which is not there", fix="give mesh for tensor parallelism")
-
-
-def _optimizer(
-    settings: Config, model: nn.Module, given: Hand | None, params: Groups | None, device: torch.device
-) -> Optimizer | None:
-    if isinstance(params, Iterable) and not isinstance(params, nn.Parameter | dict):
-        params = list(params)  # type: ignore[assignment]  # a generator is read once
-    trained = [param for param in model.parameters() if param.requires_grad]
-    if given is not None:
-        return optimizer_of(given, trained if params is None else params, device)
-    if settings.optimizer is None:
-        return None
-    if not trained:
-        raise ModelError("the model has no parameters to train", fix="call requires_grad_(True) on some, or name no optimizer")
-    hyper = settings.optimizer.params.model_dump()
-    groups = groups_of(trained if params is None else params, hyper)
-    return Optimizer(RULES[settings.optimizer.type], groups, hyper)
-
-
-def _rates(settings: Config, optimizer: Optimizer | None, given: Any) -> Scheduler | None:
-    """The schedule of the learning rate: the configuration's goes before the caller's, as with DeepSpeed."""
-    if optimizer is None:
-        if given is not None:
-            raise UsageError("there is no optimizer whose rate lr_scheduler could change", fix="give one, or leave it out")
-        return None
-    if settings.scheduler is not None:
-        if given is not None:
-            _LOG.warning("the configuration names a schedule, so lr_scheduler is not used")
-        return RateSchedule(settings.scheduler.type, optimizer.param_groups, settings.scheduler.params.model_dump())
-    made: Any = given(optimizer) if callable(given) else given
-    held = getattr(made, "optimizer", optimizer)
-    if made is not None and not callable(getattr(made, "step", None)):
-        raise UsageError(
-            f"lr_scheduler is a {type(made).__name__} and has no step()",
-            fix="give a torch scheduler, or a function of the optimizer that makes one",
-        )
-    if made is not None and held.param_groups is not optimizer.param_groups and held is not optimizer:
-        raise UsageError(
-            "the schedule writes its rates into another optimizer",
-            fix="make it of the optimizer that you give to initialize, or give a function of the optimizer that makes it",
-        )
-    return made  # type: ignore[no-any-return]

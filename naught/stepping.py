@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from naught.applying import HALF_UPDATED, half_updated
 from naught.early import Early
 from naught.errors import UsageError
 from naught.loss_scale import FixedScale, LossScale
@@ -18,6 +17,7 @@ from naught.optimizer import Optimizer
 from naught.passes import Passes
 from naught.states import updating
 from naught.strays import Lookout
+from naught.torn import IN_THE_BACKWARD, half_updated, has_torn
 from naught.unit import Unit
 from naught.update import Norm, UpdateLimits, update
 
@@ -120,10 +120,10 @@ class Stepping:
 
     def give_up(self, error: BaseException) -> None:
         """An exception has ended the step. Where weights have changed nobody goes on with them."""
-        told = HALF_UPDATED in getattr(error, "__notes__", ())
+        told = has_torn(error)
         begun = self.early is not None and self.early.begun
         if begun and not told:
-            error.add_note(f"{HALF_UPDATED}. Units are updated in the backward (naught.update_in_backward)")
+            error.add_note(IN_THE_BACKWARD)
         if self.early is not None:
             self.early.forget()
         if begun or told:

@@ -52,7 +52,7 @@ class Traffic(NamedTuple):
     up: int  # from the host to the device
     down: int
     disk: int
-    early: int  # of what goes up: new weights, and what the first forward gathers
+    up_for_forward: int  # of what goes up: new weights, and what the first forward gathers
 
     @property
     def link(self) -> int:
@@ -62,7 +62,7 @@ class Traffic(NamedTuple):
 def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machine: Machine, job: Job) -> Traffic:
     """Bytes of one step and rank: through collectives, between host and device, to and from the disk."""
     world = machine.ranks
-    gathered = reduced = up = down = disk = early = 0
+    gathered = reduced = up = down = disk = up_for_forward = 0
     passes, wire = job.accumulation, job.recipe.grad
     last = max((at for at, (run, _) in enumerate(placed) if not run.outer), default=-1)
     for at, (run, placement) in enumerate(placed):
@@ -79,7 +79,7 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machin
             gathers = 2 * passes * run.repeat - kept
             gathered += size.weights * gathers
             up += raised * gathers * (placement.param.tier is not Tier.DEVICE)
-            early += raised * run.repeat * (placement.param.tier is not Tier.DEVICE)
+            up_for_forward += raised * run.repeat * (placement.param.tier is not Tier.DEVICE)
             disk += size.weight_shard * gathers * (placement.param.tier is Tier.DISK)
             disk += trained // world * job.recipe.weight * run.repeat * (placement.param.tier is Tier.DISK)
         else:
@@ -96,7 +96,7 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machin
             down += trained // world * job.recipe.weight * run.repeat
         if not on_device and placement.param.tier is Tier.DEVICE:
             up += trained // world * _WIDE * run.repeat
-            early += trained // world * _WIDE * run.repeat
+            up_for_forward += trained // world * _WIDE * run.repeat
         if placement.grad.tier is Tier.DISK:
             disk += 2 * size.grad_shard * reduces  # each micro-batch but the first is added to what is there
         if placement.optim.tier is Tier.DISK:
@@ -108,8 +108,8 @@ def traffic_of(placed: Sequence[PlacedRun], activations: ActivationBytes, machin
         disk += 2 * activations.checkpoints * passes
     volume = {"all-gather": gathered * (world - 1) // world, "reduce-scatter": reduced * (world - 1) // world}
     if machine.unified:  # a device that is the host has no link to it
-        up = down = early = 0
-    return Traffic(volume, up, down, disk, early)
+        up = down = up_for_forward = 0
+    return Traffic(volume, up, down, disk, up_for_forward)
 
 
 def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int | None, machine: Machine, job: Job) -> Times:
@@ -123,7 +123,7 @@ def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int |
             on_device += share
         else:
             on_host += share
-    early, updating = traffic.early / machine.link_bytes_s, on_host / machine.host_update_numel_s
+    first, updating = traffic.up_for_forward / machine.link_bytes_s, on_host / machine.host_update_numel_s
     forward = forward_flops * job.accumulation / machine.gpu.flops
     return Times(
         compute=forwards * forward,
@@ -131,7 +131,7 @@ def times_of(placed: Sequence[PlacedRun], traffic: Traffic, forward_flops: int |
         link=max(traffic.up, traffic.down) / machine.link_bytes_s,  # which carries both ways at once
         update=on_device / machine.device_update_numel_s + updating,
         disk=traffic.disk / machine.rank_disk_bytes_s,
-        link_in_turn=early + max(traffic.up - traffic.early, traffic.down) / machine.link_bytes_s,
-        behind_update=min(early, updating),
+        link_in_turn=first + max(traffic.up - traffic.up_for_forward, traffic.down) / machine.link_bytes_s,
+        behind_update=min(first, updating),
         behind_backward=min((forwards - 1) * forward, updating) if job.update_in_backward else 0.0,
     )

@@ -213,6 +213,7 @@ def test_of_a_configurations_limit_and_what_there_is_the_smaller_one_holds(run, 
     for gpu, host, capacity in (
         ("80GB", "100GB", (38_400_000_000, 50_000_000_000)),  # of what is limited states have all
         ("24GB", "30GB", (23_040_000_000, 27_000_000_000)),
+        ("80GB", "52GB", (38_400_000_000, 46_800_000_000)),  # of what there is states have nine tenths
     ):
         data = json.loads(run("plan", "gpt2", "--ranks", "1", "--gpu", gpu, "--host", host, "--config", str(given), "--json")[1])
         assert (data["configuration"]["capacity_bytes"]["device"], data["configuration"]["capacity_bytes"]["host"]) == capacity

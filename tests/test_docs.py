@@ -53,8 +53,8 @@ def test_links_and_the_file_tree_of_the_readme_point_to_what_exists():
 )
 def test_the_readmes_tree_names_every_file(folder):
     tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1]
-    files = {path.stem for path in (ROOT / folder).glob("*.py") if not path.stem.startswith("__")}
-    assert not files - set(re.findall(r"\w+", tree))
+    files = {path.name for path in (ROOT / folder).glob("*.py") if not path.stem.startswith("__")}
+    assert not files - set(re.findall(r"\w+\.py", tree))
 
 
 def test_the_contributing_page_is_short():

@@ -33,7 +33,7 @@ from naught.fragments import safe_get_full_fp32_param, safe_get_full_grad, safe_
 from naught.holding import Buffer
 from naught.job import ActivationBytes, Checkpointing, Job
 from naught.machine import Machine
-from naught.placement import PLACEMENTS, Tier
+from naught.placement import PLACEMENTS, Kind, Tier
 from naught.shapes import Run
 from naught.sizes import PlacedRun
 
@@ -126,13 +126,14 @@ def test_a_weight_that_was_used_before_the_forward_is_updated_after_its_last_use
     assert two.run(take_penalized_steps, stage, early(whole), use) == two.run(take_penalized_steps, stage, whole, use)
 
 
-def train_pooled(folder: str | None, soon: bool) -> tuple[list[float], str, set[str]]:
-    limits = {"placement": "auto", "gpu_memory": "300kB", "host_memory": "450kB" if folder else "1MB", "activation_memory": 1}
+def train_pooled(folder: str | None, soon: bool) -> tuple[list[float], str, int]:
+    """With what rests on the device: so many units' weights, gradients and states."""
+    limits = {"placement": "auto", "gpu_memory": "350kB", "host_memory": "350kB" if folder else "1MB", "activation_memory": 1}
     more = BF16 | {"naught": limits | ({"nvme_path": folder} if folder else {}) | {"update_in_backward": soon}}
     engine = start(3, more=more | {"aio": {"block_size": 16384, "queue_depth": 2}}, stage3_prefetch_bucket_size=0)
-    places = {str(unit.placement.optim.tier) for unit in engine.schedule.units.values()}
+    near = sum(unit.placement.of(kind).tier is Tier.DEVICE for unit in engine.schedule.units.values() for kind in Kind)
     losses = take_steps(engine, 4)
-    found = losses, digest_in_32_bits(engine), places
+    found = losses, digest_in_32_bits(engine), near
     engine.destroy()
     return found
 
@@ -143,6 +144,7 @@ def test_a_pool_puts_more_near_and_trains_the_same(two, tmp_path, disk):
     folder = str(tmp_path) if disk else None
     late, soon = (two.run(train_pooled, folder, soon) for soon in (False, True))
     assert [(losses, weights) for losses, weights, _ in soon] == [(losses, weights) for losses, weights, _ in late]
+    assert all(nearer > near for (_, _, nearer), (_, _, near) in zip(soon, late, strict=True))
 
 
 def test_states_on_disk_too(two, tmp_path):
@@ -520,15 +522,15 @@ def backward_of_ones_own_again() -> str:
     take_steps(engine, 1)
     loss = engine(batch_of(1, my_rank()))
     loss.backward(retain_graph=True)
-    with pytest.raises((ScheduleError, RuntimeError)) as caught:
+    with pytest.raises(RuntimeError) as caught:
         loss.backward()
-        engine.step()
-    return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    return str(caught.value)
 
 
 def test_a_second_backward_of_ones_own_through_new_weights_is_told(two):
+    """By autograd, which knows that they are not those of the forward."""
     for story in two.run(backward_of_ones_own_again):
-        assert "more gradients and is updated already" in story or "modified by an inplace operation" in story
+        assert "modified by an inplace operation" in story
 
 
 @pytest.mark.parametrize("steps", [False, True])

@@ -374,7 +374,7 @@ def test_a_report_shows_one_run_or_two(tmp_path):
 def test_the_page_of_the_stages_says_why_they_differ_and_why_some_are_absent(tmp_path):
     write_stages(write_stages_folder(tmp_path / "0009-stages"), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert page.count("offload is not in this release") == 8  # two runs, each in two charts and two tables
+    assert page.count("out of memory: 30 GB are not there") == 8  # two runs, each in two charts and two tables
     assert "Each rank keeps the states of its share only." in page
     assert (
         "Bitwise equal in all 23 losses: DDP, ZeRO-1, ZeRO-2 and ZeRO-3. ZeRO-3 in fp16 differs from DDP from loss 1 on" in page

@@ -152,9 +152,9 @@ def _question(options: argparse.Namespace) -> _Question:
     small = {"small_masters": ours.small_masters, "small_moments": ours.small_moments} if ours else {}
     job = replace(_job(options, config, machine.ranks), recipe=recipe(dtype, optimizer, **small))
     if config is not None:
-        from naught.config import load, refuse_batch
+        from naught.config import load, refuse_accumulation
 
-        refuse_batch(load(_asked_of(options, config, job)), job.accumulation)
+        refuse_accumulation(load(_asked_of(options, config, job)), job.accumulation)
     notes = [note for note in (model.note, found) if note]
     if model.shape and model.shape.positions and job.seq > model.shape.positions:
         notes.append(f"the model has {model.shape.positions} positions, and a sample {job.seq} tokens")
@@ -187,7 +187,7 @@ def _within_limits(machine: Machine, options: argparse.Namespace, config: Config
     gpu, host = config.naught.gpu_memory, config.naught.host_memory
     if gpu is not None and (options.gpu is None or gpu < machine.gpu.memory_bytes):
         machine = replace(machine, gpu=machine.gpu._replace(memory_bytes=gpu))
-    if host is not None and (options.host is None or host < machine.host_bytes):
+    if host is not None and (options.host is None or host < machine.host_for_states):
         machine = replace(machine, host_bytes=host, host_share=1.0)
     return machine
 

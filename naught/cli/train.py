@@ -34,9 +34,9 @@ def run_train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(json.dumps(resolved.recipe.model_dump(mode="json", exclude={"auto"}), indent=2))
         return 0
-    from naught.trainer.checking import check_early
+    from naught.trainer.checking import check_before_start
 
-    check_early(resolved.recipe)
+    check_before_start(resolved.recipe)
     seat = find_seat(os.environ)
     if seat is not None:
         if options.nproc is not None and seat.world != options.nproc:

@@ -47,17 +47,22 @@ class Together(ABC):
 
 
 def told(error: BaseException) -> str:
+    notes = getattr(error, "__notes__", [])
     if isinstance(error, NaughtError) and not isinstance(error, ConfigError):
-        return json.dumps([type(error).__name__, error.what, error.where, error.fix])
+        return json.dumps([type(error).__name__, error.what, error.where, error.fix, notes])
     kind = "" if isinstance(error, NaughtError) else f"{type(error).__name__}: "
-    return json.dumps([UsageError.__name__, f"{kind}{error}", "", ""])
+    return json.dumps([UsageError.__name__, f"{kind}{error}", "", "", notes])
 
 
 def heard(rank: int, text: str) -> NaughtError:
     """A peer's error. Its kind is looked up among ours: a name that is sent is never imported."""
-    name, what, where, fix = json.loads(text)
-    place = f"{where}, rank {rank}" if where else f"rank {rank}"
-    return _kinds(NaughtError).get(name, UsageError)(what, where=place, fix=fix)
+    name, what, where, fix, notes = json.loads(text)
+    here = f"rank {rank}"
+    place = where if here in where.split(", ") else ", ".join(filter(None, (where, here)))  # it may have been heard there before
+    error = _kinds(NaughtError).get(name, UsageError)(what, where=place, fix=fix)
+    for note in notes:
+        error.add_note(note)
+    return error
 
 
 def _kinds(root: type[NaughtError]) -> dict[str, type[NaughtError]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from naught.config.schema import Config
 from naught.errors import ConfigError, Problem, UsageError
 
-__all__ = ["Batch", "derive_batch", "refuse_batch"]
+__all__ = ["Batch", "derive_batch", "refuse_accumulation"]
 
 
 class Batch(NamedTuple):
@@ -45,7 +45,7 @@ def derive_batch(config: Config, world: int) -> Batch:
     return Batch(train, micro, steps)
 
 
-def refuse_batch(config: Config, accumulation: int) -> None:
+def refuse_accumulation(config: Config, accumulation: int) -> None:
     """What a number of micro-batches, known only now or changed, does not allow."""
     if config.naught.update_in_backward and accumulation > 1:
         raise UsageError(

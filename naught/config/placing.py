@@ -1,17 +1,15 @@
-"""Placing: the placement that a configuration asks for, and the folder and the threads of what rests on disk."""
+"""Placing: the placement that a configuration asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from naught.config.schema import Config
-from naught.placement import STAGES, Kind, Place, Placement, Tier, place_stage
+from naught.placement import STAGES, Place, Placement, Tier, place_stage
 
-__all__ = ["disk_folder", "disk_threads", "named_folder", "place_by_stage", "placement_of"]
+__all__ = ["place_by_stage", "placement_of"]
 
-_MOST_DISK_THREADS = 16  # more only wait for each other's Python
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
@@ -53,25 +51,3 @@ def place_by_stage(numels: Sequence[int], config: Config, world: int) -> list[Pl
                 stays = found[at]
                 found[at] = replace(stays, optim=Place(stays.optim.split), grad=Place(stays.grad.split))
     return found
-
-
-def disk_folder(config: Config) -> str | None:
-    """Where states spill to; None: nowhere."""
-    placement = placement_of(config)
-    if config.naught.placement != "stage":
-        return named_folder(config) if config.naught.nvme_path else None
-    return named_folder(config) if any(placement.of(kind).tier is Tier.DISK for kind in Kind) else None
-
-
-def named_folder(config: Config) -> str | None:
-    """The folder on disk that a configuration names first, for whatever."""
-    zero = config.zero_optimization
-    blocks = (zero.offload_optimizer, zero.offload_param)
-    named = [block.nvme_path for block in blocks if block is not None and block.nvme_path]
-    found = named[0] if named else config.naught.nvme_path
-    return None if found is None else str(Path(found).expanduser())
-
-
-def disk_threads(config: Config) -> int:
-    """That read and write, of each rank."""
-    return min(config.aio.queue_depth * config.aio.intra_op_parallelism, _MOST_DISK_THREADS)

@@ -13,10 +13,9 @@ import torch
 
 import naught
 from naught.comm.agent import run_ranks
-from naught.config import load, refuse_auto
-from naught.errors import NaughtError, UsageError
+from naught.errors import NaughtError
 from naught.model_names import parse_model
-from naught.stages.runs import DDP, StageRun, why
+from naught.stages.runs import StageRun, why
 from naught.stages.worker import Bench
 from naught.trainer.failing import ERRORS, cause, left
 
@@ -27,33 +26,19 @@ def bench_stages(bench: Bench, runs: Sequence[StageRun], device: str, say: Calla
     """Every run, and why it differs from the one that it is compared with."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
-        reason = _missing(run)
-        about = {"name": run.name, "title": run.title, "available": reason is None, "reason": reason}
-        if reason is None:
-            say(f"{run.title} ...")
-            try:
-                taken = _take(run, bench)
-                about |= taken | {"why": why(run, taken, _compared(run, found))}
-            except NaughtError as error:  # one that fails, for want of memory, say, is a result too
-                about |= {"available": False, "reason": str(error)}
-        found[run.name] = about
+        found[run.name] = about = {"name": run.name, "title": run.title, "available": True, "reason": None}
+        say(f"{run.title} ...")
+        try:
+            taken = _take(run, bench)
+            about |= taken | {"why": why(run, taken, _compared(run, found))}
+        except NaughtError as error:  # one that fails, for want of memory, say, is a result too
+            about |= {"available": False, "reason": str(error)}
     return _whole(bench, device) | {"runs": list(found.values())}
 
 
 def _compared(run: StageRun, found: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
     against = found.get(run.against)
     return against if against is not None and against["available"] else None
-
-
-def _missing(run: StageRun) -> str | None:
-    """Why a run cannot be taken yet; None: it can."""
-    if run.name == DDP:
-        return None
-    try:
-        refuse_auto(load({"train_micro_batch_size_per_gpu": 1, **run.config}))
-    except UsageError as error:
-        return f"not in this release: {error.what}"
-    return None
 
 
 def _take(run: StageRun, bench: Bench) -> dict[str, Any]:

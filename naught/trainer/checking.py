@@ -12,10 +12,10 @@ from naught.model_names import parse_model
 from naught.trainer.models import is_hugging_face, weights_of
 from naught.trainer.texts import find_texts
 
-__all__ = ["check_early"]
+__all__ = ["check_before_start"]
 
 
-def check_early(recipe: Recipe) -> None:
+def check_before_start(recipe: Recipe) -> None:
     """Raise what every rank would find as well: data and models that are not there, and what the engine cannot do."""
     refuse_auto(load(engine_document(recipe)))
     for key, path in (("data.path", recipe.data.path), ("data.validation_path", recipe.data.validation_path)):
