@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -325,119 +326,100 @@ def test_an_optimizer_that_works_in_step_is_refused():
         initialize(model=model, optimizer=torch.optim.NAdam(model.parameters(), lr=1e-3), config=config)
 
 
-def mistakes(place: str, folder: str) -> list[str]:
+def backward(engine: Engine, factor: float = 1.0) -> None:
+    engine.backward(engine(batch_of(1, my_rank())) * factor)
+
+
+def evaluate(engine: Engine) -> None:
+    with torch.no_grad():
+        engine(batch_of(1, my_rank()))
+
+
+def first_of(engine: Engine) -> nn.Parameter:
+    return next(engine.module.parameters())
+
+
+def make_infinite(engine: Engine) -> None:
+    backward(engine, float("inf") if my_rank() == 0 else 1.0)
+    engine.step()
+
+
+def come_late(engine: Engine) -> None:
+    backward(engine)
+    engine.empty_partition_cache()  # the pass is over
+    first_of(engine).grad = torch.ones_like(first_of(engine)) if my_rank() == 0 else None
+    engine.step()
+
+
+def change_rate(engine: Engine) -> None:
+    backward(engine)
+    if my_rank() == 0:
+        engine.optimizer.set_lr(0.5)
+    engine.step()
+
+
+def leave_unsynced(engine: Engine) -> None:
+    with engine.no_sync():
+        backward(engine)
+
+
+def say_that_it_goes_on(engine: Engine) -> None:
+    engine(batch_of(1, my_rank()))
+    engine.set_gradient_accumulation_boundary(False)
+
+
+def look_at_gradients(engine: Engine) -> None:
+    backward(engine)
+    safe_get_full_grad(first_of(engine))
+
+
+# What may be done behind a backward, without a step; a folder has a checkpoint.
+MIDWAY: dict[str, Callable[[Engine, str], object]] = {
+    "another backward": lambda engine, _: backward(engine),
+    "evaluate": lambda engine, _: evaluate(engine),
+    "gathered": lambda engine, _: engine.gathered().__enter__(),
+    "zero_grad": lambda engine, _: engine.zero_grad(),
+    "state_dict": lambda engine, _: engine.module.state_dict(),
+    "read weights": lambda engine, _: safe_get_full_fp32_param(first_of(engine)),
+    "read moments": lambda engine, _: safe_get_full_optimizer_state(first_of(engine), "exp_avg"),
+    "save": lambda engine, folder: engine.save_checkpoint(folder, tag="midway"),
+    "load a part": lambda engine, folder: engine.load_checkpoint(folder, load_optimizer_states=False),
+}
+ENDING = {
+    make_infinite: "the gradients of this step are not finite, and units have been updated with them",
+    come_late: "some rank has gradients that came after the updates of this step",
+    change_rate: '"lr" was changed between a backward and its step',
+}
+REFUSED = {
+    leave_unsynced: "this one is said not to end its step",
+    say_that_it_goes_on: "this one is said not to end its step",
+    look_at_gradients: "let go in the backward",
+    lambda engine: engine.override_loss_scale(2.0): "a scale of 2 is undone before an update",
+    lambda engine: engine.set_train_batch_size(engine.train_batch_size() * 2): "a step has 2 of them",
+}
+
+
+def make_mistakes(place: str) -> list[tuple[str, str]]:
+    """Each in an engine of its own: what was to be said of it, and what was."""
     stage, zero = STAGES[place]
     stories = []
-
-    def told(engine: Engine, do: Any) -> None:
+    for do, words in (ENDING | REFUSED).items():
+        engine = start_early(stage, more=BF16, **zero)
         take_steps(engine, 1)
         with pytest.raises((UsageError, ScheduleError)) as caught:
             do(engine)
-        stories.append(" ".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+        notes = " ".join(getattr(caught.value, "__notes__", ()))
+        assert ("Some weights are new and some are old: load a checkpoint" in notes) == (do in ENDING)
+        stories.append((words, str(caught.value)))
         engine.destroy()
-
-    def backward(engine: Engine) -> None:
-        engine.backward(engine(batch_of(1, my_rank())))
-
-    def twice(engine: Engine) -> None:
-        backward(engine)
-        backward(engine)
-        engine.step()
-
-    def look(engine: Engine) -> None:
-        backward(engine)
-        with torch.no_grad():
-            engine(batch_of(1, my_rank()))
-
-    def lend(engine: Engine) -> None:
-        backward(engine)
-        with engine.gathered():
-            pass
-
-    def read_weights(engine: Engine) -> None:
-        backward(engine)
-        safe_get_full_fp32_param(next(engine.module.parameters()))
-
-    def read_moments(engine: Engine) -> None:
-        backward(engine)
-        safe_get_full_optimizer_state(next(engine.module.parameters()), "exp_avg")
-
-    def save(engine: Engine) -> None:
-        backward(engine)
-        engine.save_checkpoint(folder)
-
-    def load_some(engine: Engine) -> None:
-        engine.save_checkpoint(folder)
-        backward(engine)
-        engine.load_checkpoint(folder, load_optimizer_states=False)
-
-    def go_on(engine: Engine) -> None:
-        engine(batch_of(1, my_rank()))
-        engine.set_gradient_accumulation_boundary(False)
-
-    def unsynced(engine: Engine) -> None:
-        with engine.no_sync():
-            backward(engine)
-
-    def take_back(engine: Engine) -> None:
-        backward(engine)
-        engine.zero_grad()
-
-    def read(engine: Engine) -> None:
-        backward(engine)
-        safe_get_full_grad(next(engine.module.parameters()))
-
-    def infinite(engine: Engine) -> None:
-        engine.backward(engine(batch_of(1, my_rank())) * (float("inf") if my_rank() == 0 else 1.0))
-        engine.step()
-
-    def late(engine: Engine) -> None:
-        backward(engine)
-        engine.empty_partition_cache()  # the pass is over
-        param = next(engine.module.parameters())
-        param.grad = torch.ones_like(param) if my_rank() == 0 else None
-        engine.step()
-
-    def change_rate(engine: Engine) -> None:
-        backward(engine)
-        if my_rank() == 0:
-            engine.optimizer.set_lr(0.5)
-        engine.step()
-
-    def take_state_dict(engine: Engine) -> None:
-        backward(engine)
-        engine.module.state_dict()
-
-    def override_scale(engine: Engine) -> None:
-        engine.override_loss_scale(2.0)
-
-    def set_batch(engine: Engine) -> None:
-        engine.set_train_batch_size(engine.train_batch_size() * 2)
-
-    midway = (twice, look, lend, take_back, read_weights, read_moments, save, load_some, take_state_dict)
-    for do in (infinite, late, change_rate, *midway, unsynced, go_on, read, override_scale, set_batch):
-        told(start_early(stage, more=BF16, **zero), do)
     return stories
 
 
 @pytest.mark.parametrize("place", ["stage2", "stage3", "stage2-offload"])
-def test_mistakes_are_told_on_every_rank_alike(two, place, tmp_path):
-    ranks = two.run(mistakes, place, str(tmp_path))
-    wanted = (
-        "the gradients of this step are not finite, and units have been updated with them",
-        "some rank has gradients that came after the updates of this step",
-        '"lr" was changed between a backward and its step',
-        *["are in the weights already (naught.update_in_backward), and its step is not over"] * 9,
-        *["this one is said not to end its step"] * 2,
-        "let go in the backward",
-        "a scale of 2 is undone before an update",
-        "a step has 2 of them",
-    )
-    for stories in ranks:
-        for story, words in zip(stories, wanted, strict=True):
+def test_mistakes_are_told_on_every_rank_alike(two, place):
+    for stories in two.run(make_mistakes, place):
+        for words, story in stories:
             assert words in story
-        for at in (0, 1, 2):  # these end their step
-            assert "Some weights are new and some are old: load a checkpoint" in stories[at]
 
 
 def write_midway(stage: int, more: dict[str, Any], name: str) -> str:
@@ -469,33 +451,28 @@ def test_a_write_between_a_backward_and_its_step_is_told_or_kept_where_the_updat
     assert two.run(write_midway, stage, early(more), "tok") == two.run(write_midway, stage, more, "tok")
 
 
-def go_on(what: str, folder: str) -> str:
-    engine = start_early(2, more=BF16)
+def go_on(place: str, what: str, folder: str) -> str:
+    stage, zero = STAGES[place]
+    engine = start_early(stage, more=BF16, **zero)
     take_steps(engine, 2)
+    engine.save_checkpoint(folder)
     engine.backward(engine(batch_of(2, my_rank())))
-    with pytest.raises(UsageError, match="its step is not over"):
-        if what == "save":
-            engine.save_checkpoint(folder)
-        elif what == "evaluate":
-            with torch.no_grad():
-                engine(batch_of(2, my_rank()))
-        elif what == "lend":
-            with engine.gathered():
-                pass
-        else:
-            engine.zero_grad()
+    with pytest.raises(UsageError, match=r"are in the weights already .* its step is not over"):
+        MIDWAY[what](engine, folder)
     engine.step()
     take_steps(engine, 1, first=3)
     return digest_in_32_bits(engine)
 
 
-@pytest.mark.parametrize("what", ["save", "lend", "zero_grad", "evaluate"])
-def test_who_is_refused_in_the_middle_has_lost_nothing(two, what, tmp_path):
-    assert two.run(go_on, what, str(tmp_path)) == two.run(take_four)
+@pytest.mark.parametrize("place", ["stage2", "stage3", "stage2-offload"])
+@pytest.mark.parametrize("what", MIDWAY)
+def test_who_is_refused_in_the_middle_has_lost_nothing(two, place, what, tmp_path):
+    assert two.run(go_on, place, what, str(tmp_path)) == two.reference(take_four, place)
 
 
-def take_four() -> str:
-    engine = start(2, more=BF16)
+def take_four(place: str) -> str:
+    stage, zero = STAGES[place]
+    engine = start(stage, more=BF16, **zero)
     take_steps(engine, 4)
     return digest_in_32_bits(engine)
 
