@@ -61,7 +61,7 @@ class Ferry:
             if not as_it_is:
                 norms += norms_of(total)
             self._land(total, place)
-        return Sent(norms, self.down.point())
+        return Sent(norms, self.down.point(asleep=True))  # a whole crew may wait for it, beside a backward
 
     def drain(self) -> None:
         """Until nothing travels that was asked for."""

@@ -41,6 +41,7 @@ from naught.seats import find_seat
 from naught.spill import Stored
 from naught.stepping import Scheduler, Stepping
 from naught.tiers import activation_rest
+from naught.update import UpdateLimits
 from naught.watch import Watch
 
 __all__ = ["Started", "initialize"]
@@ -116,7 +117,7 @@ def _start(request: Request, training_data: Any, collate_fn: Callable[[list[Any]
         limits = limits_of(settings, precision_of(settings, batch.accumulation).weights.itemsize)
         background = Background(group, device, watch.meter)
         soon = chosen if settings.naught.update_in_backward else None
-        early = None if soon is None else Early(group, soon, limits, background.settle)
+        early = None if soon is None else _early(group, soon, limits, background)
         passes = _listen(model, settings, membership, group, watch, accumulation, _moments(chosen), early)
         _reserve_on_disk(passes, chosen)
         stepping = Stepping(passes, chosen, limits, loss_scale_of(settings), rates, early)
@@ -125,6 +126,15 @@ def _start(request: Request, training_data: Any, collate_fn: Callable[[list[Any]
         engine.watchdog.start()
         undo.pop_all()
         return Started(engine, chosen, loader, rates)
+
+
+def _early(group: Group, optimizer: Optimizer, limits: UpdateLimits, background: Background) -> Early:
+    if group.desk.type != "cpu":
+        _LOG.warning(
+            "naught.update_in_backward exchanges a few numbers for each unit, and the process group carries them on devices "
+            'alone, which wait each time: start it without naming a backend, or with "cpu:gloo,cuda:nccl"'
+        )
+    return Early(group, optimizer, limits, background.settle)
 
 
 def _saves(settings: Config, watch: Watch, lineup: Lineup | None) -> Saves | None:

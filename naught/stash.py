@@ -58,7 +58,8 @@ class HostSum:
     def read_by(self, reader: Future[None]) -> None:
         """An update may read what is here also when it is dropped."""
         assert self.room is not None
-        self.room.read_by(reader)
+        assert self.sent is not None
+        self.room.read_by(reader, self.sent.arrived)
 
     @property
     def empty(self) -> bool:

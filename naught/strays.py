@@ -57,16 +57,18 @@ class Lookout:
     def heed(self, watched: Sequence[Segment]) -> None:
         """Let masters follow where weights stray; who writes to them is told once."""
         for segment in watched:
+            if self.found_some:  # it finds out where by itself, and keeps nobody waiting for the answer
+                segment.follow_weights()
+                continue
             name = _first_stray(segment)
             if name is None:
                 continue
-            if not self.found_some:
-                _LOG.warning(
-                    'parameter "%s" was written to where nobody counts writes, through .data or by a fused kernel: it is kept, '
-                    "and weights are compared with their masters in every step from here on, which takes some time. Write to the "
-                    "parameter itself, under torch.no_grad(), or inside engine.gathered()",
-                    name,
-                )
+            _LOG.warning(
+                'parameter "%s" was written to where nobody counts writes, through .data or by a fused kernel: it is kept, '
+                "and weights are compared with their masters in every step from here on, which takes some time. Write to the "
+                "parameter itself, under torch.no_grad(), or inside engine.gathered()",
+                name,
+            )
             self.found_some = True
             segment.follow_weights()
 

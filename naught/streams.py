@@ -23,10 +23,10 @@ class Point:
 
     __slots__ = ("event",)
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None, *, asleep: bool = False) -> None:
         self.event: torch.cuda.Event | None = None  # None: it was reached when it was made
         if stream is not None:
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event = torch.cuda.Event(blocking=asleep)  # type: ignore[no-untyped-call]
             self.event.record(stream)
 
     @property
@@ -83,8 +83,9 @@ class Lane:
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             yield
 
-    def point(self) -> Point:
-        return Point(self.stream)
+    def point(self, *, asleep: bool = False) -> Point:
+        """Where it is now. Threads that wait for it `asleep` leave their core to others, and wake some microseconds later."""
+        return Point(self.stream, asleep=asleep)
 
 
 class HostCopies:

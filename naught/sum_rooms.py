@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from naught.shelves import Shelf
+from naught.streams import Point
 
 __all__ = ["SumRoom", "SumRooms"]
 
@@ -19,15 +20,18 @@ class SumRoom:
         self.memory = memory
         self.held = False  # by a sum that waits for its update
         self.reader: Future[None] | None = None
+        self.arrived: Point | None = None  # of the sum that it reads
 
     @property
     def is_read(self) -> bool:
-        """Whether an update is through with what is here. Of a sum that was dropped nobody knows whether it still comes."""
-        return not self.held and self.reader is not None and self.reader.done()
+        """Whether an update is through with what is here, and all of that has come: one that needs nothing of a sum does not wait
+        for it. Of a sum that was dropped nobody knows whether it still comes."""
+        over = not self.held and self.reader is not None and self.reader.done()
+        return over and self.arrived is not None and self.arrived.reached
 
-    def read_by(self, reader: Future[None]) -> None:
+    def read_by(self, reader: Future[None], arrived: Point) -> None:
         """The sum may be dropped from here on; what comes next waits for this update."""
-        self.held, self.reader = False, reader
+        self.held, self.reader, self.arrived = False, reader, arrived
 
     def wait(self) -> None:
         """Also for an update that fails: who needs its result is told."""

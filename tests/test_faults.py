@@ -33,7 +33,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOST = {"device": "cpu"}
 rehearsed = pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks of a rehearsal are on the CPU")
-IDS = torch.arange(8, device=DEVICE).view(2, 4) % VOCAB
+
+
+def ids() -> Tensor:
+    return torch.arange(8, device=DEVICE).view(2, 4) % VOCAB
 
 
 # --- gradients that come late ---
@@ -43,10 +46,10 @@ def backwards(engine: Engine, between: str, *, late: bool = True) -> tuple[float
     """Two losses of one forward, with something between their backwards."""
     losses: list[Tensor] = []
     engine.module.norm.register_forward_hook(lambda *args: losses.append(args[-1]))
-    engine.backward(engine(IDS), retain_graph=True)
+    engine.backward(engine(ids()), retain_graph=True)
     if between == "eval":
         with torch.no_grad():
-            engine(IDS.flip(1))
+            engine(ids().flip(1))
     elif between == "norms":
         engine.grad_norms()
     if late:
@@ -127,7 +130,7 @@ def test_a_backward_that_runs_out_of_memory_leaves_nothing_though_there_is_none_
         take_steps(engine, 3)  # the plan has a reduce under way while the next unit computes
         if fails:
             hook = engine.module.blocks[0].register_full_backward_pre_hook(memory.runs_out)
-            loss = engine(IDS)
+            loss = engine(ids())
             with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
                 engine.backward(loss)
             hook.remove()
@@ -170,7 +173,7 @@ def test_an_update_that_fails_halfway_says_so(monkeypatch, error):
         take_steps(engine, 1, first=1)
     assert any("load a checkpoint before you go on" in note for note in caught.value.__notes__)
     with pytest.raises(HalfUpdated):
-        engine(IDS)
+        engine(ids())
 
 
 @pytest.mark.parametrize(
@@ -214,20 +217,20 @@ def test_nobody_goes_on_with_an_update_that_was_ended_in_the_middle_until_a_chec
     engine.save_checkpoint(tmp_path)
     wanted = take_steps(engine, 2, first=2), digest_of_weights(engine)
     engine.load_checkpoint(tmp_path)
-    engine.backward(engine(IDS))
+    engine.backward(engine(ids()))
     group = engine.optimizer.param_groups[0]
     rate, group["lr"] = group["lr"], "fast"
     with pytest.raises(TypeError) as caught:
         engine.step()
     assert "Some weights are new and some are old" in caught.value.__notes__[0]
     group["lr"] = rate
-    for refused in (lambda: engine(IDS), saved_again, lambda: engine.gathered().__enter__()):
+    for refused in (lambda: engine(ids()), saved_again, lambda: engine.gathered().__enter__()):
         with pytest.raises(HalfUpdated, match="load_checkpoint"):
             refused()
     with pytest.raises(CheckpointError):  # what cannot be loaded mends nothing
         engine.load_checkpoint(tmp_path, tag="absent")
     with pytest.raises(HalfUpdated):
-        engine(IDS)
+        engine(ids())
     engine.load_checkpoint(tmp_path)
     assert (take_steps(engine, 2, first=2), digest_of_weights(engine)) == wanted
 
@@ -283,7 +286,7 @@ def test_a_checkpoint_mends_an_engine_whose_update_beside_training_has_failed(tm
     with damaged(tmp_path), pytest.raises(CheckpointError):
         engine.load_checkpoint(tmp_path)
     with pytest.raises(HalfUpdated):  # and what could not be loaded has mended nothing
-        engine(IDS)
+        engine(ids())
     engine.load_checkpoint(tmp_path)
     assert (take_steps(engine, 2, first=2), digest_of_weights(engine)) == wanted
 
@@ -291,13 +294,13 @@ def test_a_checkpoint_mends_an_engine_whose_update_beside_training_has_failed(tm
 def test_states_that_come_back_mend_nothing():
     engine = start(1)
     group = engine.optimizer.param_groups[0]
-    engine.backward(engine(IDS))
+    engine.backward(engine(ids()))
     group["lr"] = "fast"
     with pytest.raises(TypeError):
         engine.step()
     engine.reload_states()
     with pytest.raises(HalfUpdated):
-        engine(IDS)
+        engine(ids())
 
 
 class NoRoom:
@@ -378,7 +381,7 @@ def test_weights_of_a_gather_that_failed_are_gathered_again():
         engine = start(1)
         wire, losses = engine.schedule.group.wire, []
         for step in range(3):
-            engine.backward(engine(IDS))
+            engine.backward(engine(ids()))
             if step == 1:
                 gather, wire.gather = wire.gather, lambda *_: Pending(then=Lost().wait)
                 with pytest.raises(RuntimeError, match="was lost"):
@@ -386,7 +389,7 @@ def test_weights_of_a_gather_that_failed_are_gathered_again():
                 wire.gather = gather
             else:
                 engine.step()
-            losses.append(engine(IDS).item())
+            losses.append(engine(ids()).item())
             engine.zero_grad()
         return losses
 
