@@ -10,7 +10,7 @@ demo: .venv/core
 
 # Files in as many processes as there are cores, up to four: most of the time is that of processes that start and wait.
 test: .venv/dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The same on a GPU, with the Python and the torch that are there.
 test-gpu:

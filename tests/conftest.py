@@ -28,6 +28,15 @@ else:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+# A file is one process's from its first test to its last, so those that take longest come first: none is left alone at the end.
+LONGEST = ("train", "simulation", "kills", "stages", "disk", "early", "estimate", "cli", "walks", "offload", "parity", "async_saves")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}.py": at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[dict[int, World]]:
     made = {size: World(size) for size in (1, 2, 3, 4)}
