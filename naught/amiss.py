@@ -29,7 +29,7 @@ def about_husks(units: Sequence[Unit]) -> list[Question]:
 
 
 def tampered(units: Sequence[Unit]) -> UsageError | None:
-    """All of it, at once: on an accelerator this waits."""
+    """The first misuse of parameters or of what stands for those that are released; on an accelerator this waits."""
     try:
         check_husks(_husks(units))
     except UsageError as error:
@@ -42,7 +42,7 @@ def _husks(units: Sequence[Unit]) -> list[Husks]:
 
 
 def misused(units: Sequence[Unit]) -> UsageError | None:
-    """The same, as far as no device has to be asked."""
+    """The first misuse of parameters that can be seen without waiting for the device."""
     for segment in (segment for unit in units for segment in unit.segments):
         amiss = segment.weights.guard.tell()
         if amiss is not None:

@@ -22,7 +22,8 @@ def norms_of(values: Tensor) -> list[Tensor]:
 
 
 def norms_of_each(many: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The same of several. A GPU is asked once for all that have the same type: a list of several types is another kernel's."""
+    """The norms of the blocks of several tensors. A GPU is asked once for all that have the same type: a list of several types
+    is another kernel's."""
     found = [[] if values.is_cuda else _norms_by_stretches(values) for values in many]
     on_gpu = [index for index, values in enumerate(many) if values.is_cuda and values.numel()]
     for dtype in dict.fromkeys(many[index].dtype for index in on_gpu):

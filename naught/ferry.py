@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 import torch
@@ -176,17 +176,18 @@ class Arrival:
 
     def wait_here(self) -> None:
         """Keep the host until they are there, or are not coming: from then on where they come from may change."""
-        self.set_out.exception()
+        wait([self.set_out])
         with self.lock:
-            self.stays = self.stays and self.set_out.exception() is None
-            arrived = self.set_out.result() if self.set_out.exception() is None else None
+            fails = self.set_out.exception() is not None
+            self.stays = self.stays and not fails
+            arrived = None if fails else self.set_out.result()
         if arrived is not None:
             arrived.wait()
 
     def wait(self) -> None:
         """From here on the device finds them."""
         updated = self.updated is None or self.updated.exception() is None
-        self.set_out.exception()
+        wait([self.set_out])
         with self.lock:
             if self.stays and updated and self.set_out.exception() is not None:
                 again: Future[Point] = Future()

@@ -98,7 +98,7 @@ class _Home(NamedTuple):
         return self._summed()
 
     def own_grads(self) -> Tensor | None:
-        """Which this rank may ask for alone, once all are summed."""
+        """This rank's part of the sum: once all are summed it may ask for that alone."""
         self.engine.stepping.refuse_to_look()
         self.engine.passes.complete()
         return self._summed()

@@ -38,8 +38,8 @@ def limits_here(
 def limits_of_bytes(
     config: Config, precision: Precision, moments: int, world: int, device: torch.device, *, gpu: int, host: int, disk: int = 0
 ) -> Limits:
-    """The same, where the bytes of device and host, and of one rank on disk, are known. Where no limit is set and the device is
-    the host itself, its ranks share them."""
+    """What a rank may have, of so many bytes of its device, of its host, and of one rank on disk. Where no limit is set and the
+    device is the host itself, its ranks share them."""
     ours, around = config.naught, present()
     here, apart, machine = around.local_ranks, around.is_apart(device), around.machine
     unified = not apart and ours.gpu_memory is None

@@ -106,7 +106,7 @@ class _Walk:
     begun: set[str] = field(default_factory=set)  # units whose sums on the host are of this step
     leaving: deque[float] = field(default_factory=deque)  # when activations on their way are gone
     updated: set[str] = field(default_factory=set)  # in this step's backward
-    rooms: deque[float] = field(default_factory=deque)  # when those are free that sums share until such an update is over
+    rooms_free_s: deque[float] = field(default_factory=deque)  # of those that sums share until such an update is over
 
     # --- weights ---
 
@@ -166,8 +166,8 @@ class _Walk:
     def store(self, unit: str) -> None:
         """The device adds to what is below already of this step, once it is there; what is on disk is read first."""
         size, summed = self.course.sizes[unit], self.ready[_Ready.SUMMED, unit]
-        if len(self.rooms) >= UNITS_SUMMED:
-            summed = max(summed, self.rooms.popleft())
+        if len(self.rooms_free_s) >= UNITS_SUMMED:
+            summed = max(summed, self.rooms_free_s.popleft())
             self.lanes.hold(Lane.COMPUTE, summed)  # it asks for nothing else meanwhile
         if unit in self.begun:
             below = self.ready[_Ready.ARRIVED, unit]
@@ -211,7 +211,7 @@ class _Walk:
             return
         self._update_on_host(unit, self.ready[_Ready.SUMMED, unit])
         if self.course.placements[unit].sums_rest is Tier.HOST:
-            self.rooms.append(self.ready[_Ready.UPDATED, unit])
+            self.rooms_free_s.append(self.ready[_Ready.UPDATED, unit])
 
     def _update_on_host(self, unit: str, norm: float) -> None:
         """States on disk are read, updated and written a tile at a time by many threads: the disk and the host work side by side,

@@ -196,7 +196,8 @@ class Passes:
         self.close()
 
     def complete_late(self) -> None:
-        """Both, where all ranks ask for the gradients. A step finds out by itself whether any rank has late ones."""
+        """Complete the sums, late gradients of any rank among them; all ranks must ask. A step finds out by itself whether there
+        are any."""
         self.complete()
         late = any(unit.owes(last=True) for unit in self.schedule.units.values())
         if bool(self.schedule.group.exchange(torch.tensor([int(late)])).any()):

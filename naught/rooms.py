@@ -35,7 +35,7 @@ _LANDINGS = 2  # berths for what comes up: one is filled while the other is cast
 # come back from there: written and about to be, read ahead, and raised.
 LEAVING = 2
 ROOMS_ON_THE_WAY = 2 * (LEAVING + 1)
-UNITS_SUMMED = 2  # that shared rooms are enough for: the sums of one come while those of the other are read
+UNITS_SUMMED = 2  # whose sums are on the host in turn: those of one come while those of the other are read
 TILE_STEP = 4096  # elements: of every type a whole number of pages
 
 

@@ -12,7 +12,8 @@ class Run(NamedTuple):
     """A row of units of one size, in the order of the forward pass.
 
     `frozen` of a unit's elements are never trained. An `outer` unit is in use around all the others: the root, which
-    holds what is tied. `sums` has the elements of each of a unit's flats of gradients, if there are several.
+    holds what is tied. `sums` has the elements of each of a unit's flats of gradients;
+    without it there is one, of all that is trained.
     """
 
     name: str

@@ -114,7 +114,7 @@ class Stepping:
         self.scale = FixedScale(scale)
 
     def refuse_to_look(self) -> None:
-        """At gradients, where there are none to be seen."""
+        """Gradients of a step cannot be looked at where they are let go in the backward."""
         if self.early is not None:
             self.early.refuse_to_look()
 

@@ -29,7 +29,20 @@ else:
 
 
 # A file is one process's from its first test to its last, so those that take longest come first: none is left alone at the end.
-LONGEST = ("train", "simulation", "kills", "stages", "disk", "early", "estimate", "cli", "walks", "offload", "parity", "async_saves")
+LONGEST = (
+    "train",
+    "simulation",
+    "kills",
+    "stages",
+    "disk",
+    "early",
+    "estimate",
+    "cli",
+    "walks",
+    "offload",
+    "parity",
+    "async_saves",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

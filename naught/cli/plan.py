@@ -17,7 +17,7 @@ from naught.advice import Advice, advise, pool
 from naught.cli.arguments import SCALING
 from naught.cli.files import write_new
 from naught.cli.machines import machine_of, machine_text, rates_text
-from naught.cli.plan_file import Wanted, asked_beside, base_of, document_of, undecided
+from naught.cli.plan_file import UNNAMED_FOLDER, Wanted, asked_beside, base_of, document_of, undecided
 from naught.errors import UsageError
 from naught.estimate import Forecast, forecast_with_most_staging
 from naught.formulas import recipe
@@ -300,19 +300,16 @@ def _write(options: argparse.Namespace, advice: Advice, question: _Question) -> 
     job, config = question.job, question.config
     base = base_of(job, question.dtype, question.optimizer) if config is None else undecided(_asked_of(options, config, job))
     folder = options.nvme_path or (named_folder(config) if config else None)
-    document = document_of(row, Wanted(question.machine, folder or _A_DISK, base))
+    document, lacks_folder = document_of(row, Wanted(question.machine, folder, base))
     load(document)  # what is written here must be what is accepted there
-    if folder is None and _A_DISK in json.dumps(document):
-        print(f"nvme_path is {_A_DISK}: change it to a folder on a fast local disk, or give --nvme-path", file=sys.stderr)
+    if lacks_folder:
+        print(f"nvme_path is {UNNAMED_FOLDER}: change it to a folder on a fast local disk, or give --nvme-path", file=sys.stderr)
     text = json.dumps(document, indent=2) + "\n"
     if options.write == "-":
         sys.stdout.write(text)
         return
     write_new(options.write, text)
     print(f"wrote {options.write} for {row.name}", file=sys.stderr)
-
-
-_A_DISK = "/local_nvme"
 
 
 def _asked_of(options: argparse.Namespace, config: Config, job: Job) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from naught.job import Checkpointing, Job
 from naught.machine import Machine
 from naught.placement import PLACEMENTS, Placement, Tier
 
-__all__ = ["Wanted", "asked_beside", "base_of", "document_of", "undecided"]
+__all__ = ["UNNAMED_FOLDER", "Wanted", "Written", "asked_beside", "base_of", "document_of", "undecided"]
 
 _DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
@@ -27,12 +27,23 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+# Where a placement needs a folder on disk, and nobody has named one.
+UNNAMED_FOLDER = "/local_nvme"
+
+
 class Wanted(NamedTuple):
-    """For which machine, where on disk, and what no placement decides."""
+    """For which machine, where on disk, if that was said, and what no placement decides."""
 
     machine: Machine
-    nvme_path: str
+    nvme_path: str | None
     base: Mapping[str, Any]
+
+
+class Written(NamedTuple):
+    """A configuration, and whether it needs a folder on disk that nobody has named."""
+
+    document: dict[str, Any]
+    lacks_folder: bool
 
 
 def base_of(job: Job, dtype: str, optimizer: str) -> dict[str, Any]:
@@ -81,7 +92,8 @@ def _batch(job: Job) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": job.micro_batch, "gradient_accumulation_steps": job.accumulation}
 
 
-def document_of(row: Forecast, wanted: Wanted) -> dict[str, Any]:
+def document_of(row: Forecast, wanted: Wanted) -> Written:
+    folder = wanted.nvme_path or UNNAMED_FOLDER
     zero: dict[str, Any] = {}
     ours: dict[str, Any] = {}
     if row.name == POOLED:
@@ -89,21 +101,22 @@ def document_of(row: Forecast, wanted: Wanted) -> dict[str, Any]:
         # What it was planned for; on a machine that has more, a pool without limits would be another one.
         limits = {"gpu_memory": wanted.machine.gpu.memory_bytes, "host_memory": wanted.machine.host_for_states}
         ours |= {name: nbytes for name, nbytes in limits.items() if nbytes}
-        ours |= {"placement": POOLED} | ({"nvme_path": wanted.nvme_path} if row.total(Tier.DISK) else {})
+        ours |= {"placement": POOLED} | ({"nvme_path": folder} if row.total(Tier.DISK) else {})
     else:
-        zero = _zero(PLACEMENTS[row.name], wanted.nvme_path)
+        zero = _zero(PLACEMENTS[row.name], folder)
         if PLACEMENTS[row.name].grad.tier is Tier.DISK:
             ours["gradients"] = "disk"
     if row.tiles > 1:
         ours["tiles"] = row.tiles
     checkpointing = {"cpu_checkpointing": True} if row.checkpointing is Checkpointing.HOST else {}
     if row.checkpointing is Checkpointing.DISK:
-        ours |= {"activations": "disk", "nvme_path": wanted.nvme_path}
+        ours |= {"activations": "disk", "nvme_path": folder}
     document = _over(wanted.base, {"zero_optimization": zero, "activation_checkpointing": checkpointing, "naught": ours})
     for name in _OFFLOADS:  # how something is moved that is not
         if name not in zero:
             document["zero_optimization"].pop(name, None)
-    return document
+    needs_folder = "nvme_path" in ours or any("nvme_path" in zero.get(name, ()) for name in _OFFLOADS)
+    return Written(document, needs_folder and wanted.nvme_path is None)
 
 
 def _over(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
