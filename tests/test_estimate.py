@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_parity import SOAK
 
 from naught.advice import POOLED, advise, best_forecast, largest_numel, pool
 from naught.errors import PlacementError, UsageError
@@ -450,7 +451,7 @@ def test_the_largest_model_fits_and_a_slightly_larger_one_does_not(name):
     assert not fits(int(largest * 1.05))
 
 
-@settings(max_examples=60)
+@settings(max_examples=1000 if SOAK else 30)
 @given(st.integers(10**6, 3 * 10**11), st.sampled_from([1, 2, 8]), st.integers(0, 10**12), st.integers(0, 10**12), st.booleans())
 def test_the_pool_loses_no_unit_and_fits_whenever_a_single_row_does(numel, ranks, host, disk, early):
     machine = Machine(ranks=ranks, ranks_per_node=ranks, gpu=GPUS["a100-80gb"], host_bytes=host, disk_bytes=disk)

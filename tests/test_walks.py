@@ -108,7 +108,7 @@ class Walk(RuleBasedStateMachine):
 @pytest.mark.timeout(36_000 if SOAK else 300)
 def test_training_walks_through_worlds_stages_and_precisions_unchanged(worlds):
     Walk.worlds, Walk.moves = worlds, 0
-    walks = int(os.environ.get("NAUGHT_WALKS", "5000")) if SOAK else 100
+    walks = int(os.environ.get("NAUGHT_WALKS", "5000")) if SOAK else 50
     run_state_machine_as_test(
         Walk, settings=settings(max_examples=walks, stateful_step_count=3, deadline=None, derandomize=not SOAK)
     )
