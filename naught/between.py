@@ -181,7 +181,7 @@ class Between(Answers):
         if early is None:
             return False
         begun = early.begun
-        if begun or (running is not None and running.seen_backward):
+        if begun or (running is not None and running.uses.seen_backward):
             self.passes.abort()
             early.forget()
             self._start_over()

@@ -205,7 +205,7 @@ class Engine(Between):
             yield
         finally:
             running = self.schedule.current
-            if running is not None and running.seen_backward:
+            if running is not None and running.uses.seen_backward:
                 self.passes.close()
             self.accumulation.synced = before
 

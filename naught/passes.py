@@ -105,7 +105,7 @@ class Passes:
         if self.lent:
             raise UsageError("the model was called inside engine.gathered()", fix="call it outside")
         running = self.schedule.current
-        if running is not None and (running.seen_backward or not running.training):
+        if running is not None and (running.uses.seen_backward or not running.training):
             self.close()
         self.refuse_midway()
         if self.schedule.current is None:
@@ -121,7 +121,7 @@ class Passes:
         if running is not None and running.touched is not None:
             running.touched.add(param)
         matters = name in self.coming_and_going or self.schedule.early is not None  # for else it may be updated too soon
-        if running is not None and matters and not running.is_in_use(name):
+        if running is not None and matters and not running.uses.is_in_use(name):
             running.surprised = True
             self.hooks.borrow(name)
 
@@ -150,7 +150,7 @@ class Passes:
 
     def in_backward(self, unit: str) -> bool:
         running = self.schedule.current
-        return running is not None and unit in running.backward
+        return running is not None and unit in running.uses.backward
 
     def exported(self) -> None:
         self._refuse_absent("take the state_dict inside engine.gathered()")
@@ -179,7 +179,7 @@ class Passes:
         self.hooks.forget()
         if running.training:
             self.all_summed = running.which.last
-        if running.seen_backward:
+        if running.uses.seen_backward:
             self.watch.after("backward")
         self.watch.rest()
 
@@ -205,7 +205,7 @@ class Passes:
 
     def drop_gradients(self) -> None:
         """Begin a step anew: whatever has been collected so far is let go."""
-        if self.schedule.current is not None and self.schedule.current.seen_backward:
+        if self.schedule.current is not None and self.schedule.current.uses.seen_backward:
             self.close()
         for unit in self.schedule.units.values():
             for segment in unit.segments:
@@ -260,14 +260,14 @@ class Passes:
         """Lend the units of these parameters, or all; for reading, unless what is written is kept."""
         self.refuse_midway()
         running = self.schedule.current
-        if running is not None and (running.seen_backward or not running.training):
+        if running is not None and (running.uses.seen_backward or not running.training):
             self.close()
         return self.lends.open(params, writer, keeps=keeps)
 
     def end_backward(self) -> None:
         """Where units are updated in the backward, have all of them updated that one has reached."""
         running = self.schedule.current
-        if self.schedule.early is not None and running is not None and running.seen_backward:
+        if self.schedule.early is not None and running is not None and running.uses.seen_backward:
             self.close()
 
     def refuse_midway(self) -> None:

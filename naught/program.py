@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -69,10 +69,14 @@ class Program:
             return start
         return next((at for at in range(start + 1, len(legs)) if legs[at].event == event), None)
 
+    def steps_between(self, start: int, end: int) -> Iterator[Step]:
+        """Those of the legs from one up to another."""
+        return (step for leg in self.legs[start:end] for step in leg.steps)
+
     def due_after(self, end: int) -> set[str]:
         """Units whose reduce the legs up to one have issued, and no update."""
         found: set[str] = set()
-        for step in (step for leg in self.legs[:end] for step in leg.steps):
+        for step in self.steps_between(0, end):
             if step.verb is Verb.REDUCE:
                 found.add(step.unit)
             elif step.verb is Verb.UPDATE:

@@ -10,8 +10,7 @@ rank or with an error that names the unit.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,9 +23,10 @@ from naught.errors import ScheduleError
 from naught.moving import Budgets
 from naught.placement import Kind
 from naught.plan import compile_plan
-from naught.program import Leg, Program
+from naught.program import Program
 from naught.steps import Event, Moment, Pass, Step, Verb
 from naught.unit import Unit
+from naught.uses import Uses
 
 __all__ = ["Schedule"]
 
@@ -40,11 +40,7 @@ class _Pass:
     program: Program | None
     leg: int = 0
     events: list[Event] = field(default_factory=list)
-    entered: Counter[str] = field(default_factory=Counter)  # forwards that have begun
-    depth: Counter[str] = field(default_factory=Counter)  # and not ended
-    awaited: Counter[str] = field(default_factory=Counter)  # forwards whose backward has not ended
-    backward: set[str] = field(default_factory=set)
-    seen_backward: bool = False
+    uses: Uses = field(default_factory=Uses)
     due: set[str] = field(default_factory=set)  # units whose gradients were summed, and that may be updated
     touched: set[nn.Parameter] | None = None  # parameters that its forwards have used; None: nobody has looked
     # Something came to light that changes what the next pass says: this record is not worth a plan.
@@ -53,20 +49,6 @@ class _Pass:
     alone: bool = False
     # It has jumped over events of its plan; else it goes the way that was recorded, on which nothing comes too soon.
     strayed: bool = False
-
-    def is_in_use(self, name: str) -> bool:
-        """Whether a unit is between enter and exit, or between grad and done."""
-        return self.depth[name] > 0 or name in self.backward
-
-    def needs_any(self, legs: Iterable[Leg]) -> bool:
-        """Whether legs would release, reduce or update a unit that is still at work, or update one of which there are more
-        gradients to come, by what its forwards have told."""
-        return any(self._needs(step) for leg in legs for step in leg.steps)
-
-    def _needs(self, step: Step) -> bool:
-        if step.verb is Verb.UPDATE:
-            return step.unit in self.backward or self.awaited[step.unit] > 0
-        return step.verb in (Verb.RELEASE, Verb.REDUCE) and self.is_in_use(step.unit)
 
 
 class _Early(Protocol):
@@ -145,7 +127,7 @@ class Schedule:
         """Units whose backward nothing ended, and gradients that came after it did."""
         for name in reversed(self.order):
             unit = self.units[name]
-            if name in running.backward or unit.owes(last=running.which.last):
+            if name in running.uses.backward or unit.owes(last=running.which.last):
                 self.happened(Moment.DONE, name)
 
     def _learn(self, running: _Pass) -> None:
@@ -170,33 +152,17 @@ class Schedule:
         running = self.current
         assert running is not None
         event = Event(moment, name)
-        self._note(running, event)
+        running.events.append(event)
+        running.uses.note(event)
         if running.program is not None:
             leg = running.program.find(running.leg, event)
             if leg is not None:
                 running.strayed |= leg > running.leg
-                if not (running.strayed and running.needs_any(running.program.legs[running.leg : leg + 1])):
+                if not (running.strayed and running.uses.would_miss(running.program.steps_between(running.leg, leg + 1))):
                     self._issue_until(running, running.program, leg + 1)
                     return
             self._leave_plan(running, event)
         self._carefully(running, event)
-
-    def _note(self, running: _Pass, event: Event) -> None:
-        moment, name = event
-        running.events.append(event)
-        if moment is Moment.ENTER:
-            running.entered[name] += 1
-            running.depth[name] += 1
-            if not running.seen_backward:  # else it computes again
-                running.awaited[name] += 1
-        elif moment is Moment.EXIT:
-            running.depth[name] -= 1
-        elif moment is Moment.GRAD:
-            running.seen_backward = True
-            running.backward.add(name)
-        else:
-            running.backward.discard(name)
-            running.awaited[name] -= 1
 
     def _issue_until(self, running: _Pass, program: Program, end: int) -> None:
         for leg in program.legs[running.leg : end]:
@@ -227,7 +193,7 @@ class Schedule:
             if not unit.present:
                 self._serve(running, Step(Verb.GATHER, Kind.PARAM, event.unit))
             return
-        if unit.present and not running.is_in_use(event.unit):
+        if unit.present and not running.uses.is_in_use(event.unit):
             unit.release()
         if event.moment is Moment.DONE and unit.trained:
             unit.collect()
@@ -257,7 +223,7 @@ class Schedule:
             running.due.add(step.unit)
             return
         unit.join()
-        if not running.is_in_use(step.unit):
+        if not running.uses.is_in_use(step.unit):
             unit.release()
 
     def _update_due(self, running: _Pass, only: str | None = None) -> None:
@@ -272,7 +238,7 @@ class Schedule:
     def _is_complete(self, running: _Pass, name: str) -> bool:
         """Whether nothing of a unit is still to come on this rank. Of one that was entered more than once, or lent to others,
         nobody knows; nor where a parameter was used before the forward."""
-        return running.entered[name] == 1 and self.units[name].is_complete(running.touched)
+        return running.uses.entered[name] == 1 and self.units[name].is_complete(running.touched)
 
     def _is_over(self, unit: Unit) -> bool:
         """Whether it is updated, and has nothing more on this rank."""

@@ -39,7 +39,7 @@ LAYERS = [
         "arguments",
         "running",
     ],
-    ["steps", "expansion", "holding", "moving", "plan", "rooms"],
+    ["steps", "uses", "expansion", "holding", "moving", "plan", "rooms"],
     ["formulas", "shapes", "presets", "hugging_face", "model_names", "machine"],
     ["job", "sizes", "working_set", "model_states", "traffic", "estimate", "lanes", "pacing", "papers"],
     ["advice", "pictures", "scaling", "statements", "showing", "pooling"],
