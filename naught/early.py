@@ -74,9 +74,9 @@ class Early:
             fix="look at them in hooks of your own on parameters, or leave the key out",
         )
 
-    def take(self, unit: Unit) -> None:
-        """Update a unit whose gradients are all summed; all ranks do so for the same one. A parameter that no rank used stays as
-        it is."""
+    def take(self, unit: Unit, *, awaits: bool) -> bool:
+        """Update a unit whose gradients are all summed, unless some rank awaits more of them; whether it did. All ranks do so for
+        the same one. A parameter that no rank used stays as it is."""
         if self.has_taken(unit):
             raise ScheduleError(f'unit "{unit.name or "root"}" has more gradients and is updated already', fix=_ONCE)
         how = self._begin()
@@ -84,13 +84,17 @@ class Early:
             self.lookout.heed_all(unit.trained)
         norms = norms_of_slices(unit.trained)
         amiss = prepare(unit.trained, how) or self.group.noted
-        failed, *used = self.group.exchange(torch.tensor([amiss is not None, *used_here(unit.trained)])).any(0).tolist()
+        told = torch.tensor([amiss is not None, awaits, *used_here(unit.trained)])
+        failed, waits, *used = self.group.exchange(told).any(0).tolist()
         if failed:
             self.group.raise_together(amiss)
+        if waits:
+            return False
         self.norms[unit] = norms
         apply([unit], how, by_segment(unit.trained, used), 1.0, self.courier, delayed=False)
         for segment in unit.trained:
             segment.grads.let_sum_go()
+        return True
 
     def _begin(self) -> Updating:
         """How all units of this step are updated."""

@@ -63,8 +63,9 @@ class _Early(Protocol):
     def has_taken(self, unit: Unit) -> bool:
         """Whether it is updated in this step."""
 
-    def take(self, unit: Unit) -> None:
-        """Update one whose gradients are summed. All ranks do so for the same one."""
+    def take(self, unit: Unit, *, awaits: bool) -> bool:
+        """Update one whose gradients are summed, unless some rank awaits more of them; whether it did. All ranks do so for the
+        same one."""
 
 
 class Schedule:
@@ -101,6 +102,7 @@ class Schedule:
         self._sweep(running)
         if running.program is not None:
             self._issue_until(running, running.program, len(running.program.legs))
+            self._update_due(running)
         elif not running.alone:
             self._serve(running, None)
             self._update_due(running)
@@ -143,7 +145,7 @@ class Schedule:
                 raise ScheduleError(
                     "the ranks have made different plans of the same record", fix="give all ranks the same budgets"
                 )
-            update = None if self.early is None else self.early.take
+            update = None if self.early is None else self._update
             self.programs[running.training, running.which] = Program(plan, self.units, update)
 
     # --- events ---
@@ -169,6 +171,16 @@ class Schedule:
             for act in leg.actions:
                 act()
         running.leg = max(running.leg, end)
+
+    def _update(self, unit: Unit) -> None:
+        """As the plan has it; but a pass that goes another way on some rank may have gradients of it left there, and it waits for
+        the end."""
+        running = self.current
+        assert running is not None
+        assert self.early is not None
+        awaits = running.strayed and running.uses.may_make_more(unit.name)
+        if not self.early.take(unit, awaits=awaits):
+            running.due.add(unit.name)
 
     def _leave_plan(self, running: _Pass, event: Event) -> None:
         """The plan does not have this: all ranks must leave it here, or none can go on."""
@@ -233,7 +245,7 @@ class Schedule:
             for name in self.order if only is None else [only]:
                 if name in running.due:
                     running.due.discard(name)
-                    self.early.take(self.units[name])
+                    self.early.take(self.units[name], awaits=False)
 
     def _is_complete(self, running: _Pass, name: str) -> bool:
         """Whether nothing of a unit is still to come on this rank. Of one that was entered more than once, or lent to others,

@@ -41,12 +41,11 @@ class Uses:
         """Whether a unit is between enter and exit, or between grad and done."""
         return self.depth[name] > 0 or name in self.backward
 
-    def would_miss(self, steps: Iterable[Step]) -> bool:
-        """Whether steps would release, reduce or update a unit that is still at work, or update one of which there are more
-        gradients to come, by what its forwards have told."""
-        return any(self._would_miss(step) for step in steps)
+    def may_make_more(self, name: str) -> bool:
+        """Whether gradients of a unit are still to come, by what its forwards have told: whether the loss is computed of all that
+        they have made nobody knows."""
+        return name in self.backward or self.awaited[name] > 0
 
-    def _would_miss(self, step: Step) -> bool:
-        if step.verb is Verb.UPDATE:
-            return step.unit in self.backward or self.awaited[step.unit] > 0
-        return step.verb in (Verb.RELEASE, Verb.REDUCE) and self.is_in_use(step.unit)
+    def would_miss(self, steps: Iterable[Step]) -> bool:
+        """Whether steps would release or reduce a unit that is still at work."""
+        return any(step.verb in (Verb.RELEASE, Verb.REDUCE) and self.is_in_use(step.unit) for step in steps)

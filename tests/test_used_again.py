@@ -184,6 +184,22 @@ def test_a_plan_that_is_left_in_the_middle_of_a_backward_updates_nothing_too_soo
     assert two.run(leave_plan, stage, EARLY) == two.run(leave_plan, stage, {})
 
 
+def leave_out_on_one_rank(stage: int, more: dict[str, Any]) -> tuple[Steps, str]:
+    """Of what a block has made one rank's loss is not computed any more, which the other does not know."""
+    torch.manual_seed(0)
+    model = Skipping()
+    model.joins = True
+    engine = start(model, stage, more)
+    found = take_steps(engine, 3)
+    model.joins = my_rank() == 0
+    return outcome(engine, found + take_steps(engine, 3, first=3))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_rank_that_leaves_a_block_out_of_its_loss_keeps_nobody_waiting(two, stage):
+    assert two.run(leave_out_on_one_rank, stage, EARLY) == two.run(leave_out_on_one_rank, stage, {})
+
+
 class Rerouted(Stack):
     """Goes through its blocks in an order that is given anew."""
 
