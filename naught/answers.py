@@ -57,12 +57,13 @@ class Answers(nn.Module):
             raise UsageError("this cannot be done inside engine.gathered()", fix="do it outside")
 
     def before_a_change(self) -> None:
-        """What changes states comes here first: not inside of gathered(), not in the middle of an update, not while a save still
-        copies them, and not before weights have followed the last update, and masters what users have written."""
+        """What changes states comes here first: not inside of gathered(), not in the middle of an update, not while a save or a
+        device still copies them, and not before weights have followed the last update, and masters what users have written."""
         self.refuse_inside_gathered()
         self.passes.refuse_midway()
         self.background.settle()
         self.passes.catch_up()
+        self.passes.drain()
         self.heed_writes()
 
     def heed_writes(self) -> None:

@@ -33,7 +33,7 @@ class Beside:
             if last is not None:
                 last.result()
             if coming is not None:
-                coming.wait_here()
+                coming.leave_source()
             do(piece)
 
         self.updating = self.crew.ask(pieces, do_in_turn)
@@ -73,6 +73,9 @@ class Delivered:
         self.updated = updated
 
     def wait_here(self) -> None:
+        self.updated.result()
+
+    def leave_source(self) -> None:
         self.updated.result()
 
     def wait(self) -> None:

@@ -80,14 +80,15 @@ class Early:
         if self.has_taken(unit):
             raise ScheduleError(f'unit "{unit.name or "root"}" has more gradients and is updated already', fix=_ONCE)
         how = self._begin()
-        with self.group.noting():
+        with self.group.noting(again=True):
             self.lookout.heed_all(unit.trained)
         norms = norms_of_slices(unit.trained)
-        amiss = prepare(unit.trained, how) or self.group.noted
+        noted = self.group.take_note()
+        amiss = prepare(unit.trained, how) or noted
         told = torch.tensor([amiss is not None, awaits, *used_here(unit.trained)])
         failed, waits, *used = self.group.exchange(told).any(0).tolist()
         if failed:
-            self.group.raise_together(amiss)
+            self.group.raise_noted(amiss)
         if waits:
             return False
         self.norms[unit] = norms
@@ -107,7 +108,7 @@ class Early:
     def finish(self, units: Sequence[Unit], tell: Callable[[], Exception | None]) -> Norm:
         """The norm of the gradients that this step has had. What is amiss on any rank is raised on all."""
         how = self._begin()  # also where there are no gradients
-        with self.group.noting():
+        with self.group.noting(again=True):
             self.lookout.heed_all([segment for unit in units if unit not in self.norms for segment in unit.trained])
         late = any(unit.owes(last=True) for unit in units)
         norms = [each for unit in units for each in self.norms.get(unit, ())]

@@ -156,10 +156,13 @@ class Arrival:
         self.lock = threading.Lock()  # around bringing them again
         self.began = here(ferry.device)
         self.set_out: Future[Point] = Future()
-        if updated is None:
-            self.set_out.set_result(self._bring())
-        else:
+        if updated is not None:
             updated.add_done_callback(self._set_out)
+            return
+        try:
+            self.set_out.set_result(self._bring())
+        except Exception as error:  # as if somebody else had asked
+            self.set_out.set_exception(error)
 
     def _set_out(self, updated: Future[None]) -> None:
         """In whichever thread has updated them."""
@@ -175,14 +178,19 @@ class Arrival:
         return self.ferry.bring(self.source, self.into, self.began, self.rounds)
 
     def wait_here(self) -> None:
-        """Keep the host until they are there, or are not coming: from then on where they come from may change."""
+        """Keep the host until they are there, or have not come."""
         wait([self.set_out])
         with self.lock:
-            fails = self.set_out.exception() is not None
-            self.stays = self.stays and not fails
-            arrived = None if fails else self.set_out.result()
+            arrived = None if self.set_out.exception() is not None else self.set_out.result()
         if arrived is not None:
             arrived.wait()
+
+    def leave_source(self) -> None:
+        """The same. From then on where they come from changes, and they are not brought again."""
+        wait([self.set_out])
+        with self.lock:
+            self.stays = False
+        self.wait_here()
 
     def wait(self) -> None:
         """From here on the device finds them."""
@@ -190,6 +198,7 @@ class Arrival:
         wait([self.set_out])
         with self.lock:
             if self.stays and updated and self.set_out.exception() is not None:
+                self.began = here(self.ferry.device)  # what was put in their place meanwhile is not to come after them
                 again: Future[Point] = Future()
                 again.set_result(self._bring())
                 self.set_out = again

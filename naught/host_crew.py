@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ __all__ = ["Crew", "HostCrew", "cores_of"]
 _LOG = logging.getLogger("naught")
 _NICE = 10  # how far a thread steps back before others on its core
 _HOST = torch.device("cpu")
+_PATIENCE_S = 60.0  # at the end of a process
 _SPARE = 8  # of so many cores one is left to the threads that ask the device
 
 
@@ -52,9 +54,12 @@ _CREWS: weakref.WeakSet[HostCrew] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A process does not end in the middle of an update."""
-    for crew in list(_CREWS):
-        crew.stop()
+    """A process does not end in the middle of an update, unless that waits for a device which waits for a rank that has died."""
+    until = time.monotonic() + _PATIENCE_S
+    if not all([crew.stops_by(until) for crew in list(_CREWS)]):
+        _LOG.warning(
+            "updates on the host were not over within %g s of the end of the process, which ends without them", _PATIENCE_S
+        )
 
 
 class _Job:
@@ -150,10 +155,16 @@ class HostCrew:
 
     def stop(self) -> None:
         """Once all is done that was asked."""
+        self.stops_by(None)
+
+    def stops_by(self, until: float | None) -> bool:
+        """The same; whether all of it is done by then. None: whenever that is."""
         self.queue.stop()
         for thread in self.threads:
-            thread.join()
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        over = not any(thread.is_alive() for thread in self.threads)
         self.threads.clear()
+        return over
 
     def _hire(self) -> None:
         before = torch.get_num_threads()

@@ -34,6 +34,8 @@ class Lending:
         source = None if writer is None else self.schedule.group.seat_of(writer)
         units = [unit for unit in wanted if unit.name not in self.lent]
         fault = tampered(units)
+        if any(unit.lazy or unit.placement.param.split for unit in units):  # else a rank may do this by itself
+            self.schedule.gather_anew()
         gathers = any(unit.placement.param.split or not unit.present for unit in units)
         if gathers:
             self.schedule.group.raise_together(fault)

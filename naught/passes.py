@@ -254,6 +254,13 @@ class Passes:
         for unit in units:
             unit.catch_up()
 
+    def drain(self) -> None:
+        """Until nothing is on its way up: it may come from what somebody is about to write to."""
+        hosts = dict.fromkeys(segment.home.host for unit in self.schedule.units.values() for segment in unit.segments)
+        for host in hosts:
+            if host is not None:
+                host.ferry.drain()
+
     def lending(
         self, params: Iterable[nn.Parameter] | None = None, writer: int | None = None, *, keeps: bool = True
     ) -> AbstractContextManager[None]:

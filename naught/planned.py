@@ -1,5 +1,5 @@
 """Planned: what an engine will hold, in numbers: the peaks of its compiled plans, and its units as if they were whole. Walks
-plans and adds up sizes; allocates nothing."""
+plans and adds up sizes; allocates nothing and waits for nobody."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def at_rest(schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
     hosts = set()
     for unit in schedule.units.values():
         for segment in unit.segments:
-            weights, states = segment.weights, segment.states
+            weights, states = segment.weights, segment.kept
             updates = _WHERE[unit.placement.optim.tier] if segment.remote else ""
             if not weights.stays:
                 nbytes = weights.shard_bytes if weights.stored is None else weights.stored.nbytes
@@ -86,7 +86,7 @@ def whole_units(schedule: Schedule, optimizer: Optimizer | None) -> list[Whole]:
             weights=sum(segment.weights.flat.nbytes for segment in unit.segments),
             grads=sum(segment.grads.flat.nbytes for segment in unit.trained),
             states=sum(
-                _WIDE * segment.layout.numel * (_moments(segment, optimizer) + (segment.states.master is not None))
+                _WIDE * segment.layout.numel * (_moments(segment, optimizer) + (segment.kept.master is not None))
                 for segment in unit.trained
             ),
         )
@@ -99,7 +99,7 @@ def _moments(segment: Segment, optimizer: Optimizer | None) -> int:
     if optimizer is None:
         return 0
     hypers: Sequence[Mapping[str, object]] = optimizer.param_groups
-    return len({name for group in set(segment.states.groups) for name in optimizer.rule.states(hypers[group])})
+    return len({name for group in set(segment.kept.groups) for name in optimizer.rule.states(hypers[group])})
 
 
 def is_recomputing(schedule: Schedule) -> bool:

@@ -91,6 +91,8 @@ class Schedule:
 
     def open(self, *, training: bool, which: Pass, careful: bool = False, alone: bool = False) -> None:
         assert self.current is None
+        if not alone:
+            self.gather_anew()
         program = None if careful or alone else self.programs.get((training, which))
         self.current = _Pass(training, which, program, surprised=careful, alone=alone)
 
@@ -120,6 +122,15 @@ class Schedule:
             for unit in self.units.values():
                 every.callback(unit.drop_reading)
                 every.callback(unit.give_up)
+
+    def gather_anew(self) -> None:
+        """All ranks have heard of something that has failed on one: of whole weights a part may not have come."""
+        if self.group.gathers_anew:
+            self.group.gathers_anew = False
+            for unit in self.units.values():
+                unit.outdate(hide=False)
+                if not (unit.lazy or unit.placement.param.split):
+                    unit.make_whole()
 
     def forget_plans(self) -> None:
         """Record anew. All ranks must do so together."""

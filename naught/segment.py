@@ -289,8 +289,8 @@ class Segment:
     def heed_writes(self) -> None:
         """Let masters follow what has been written to weights since the engine last knew these."""
         if self.known is not None and self.known.first_written() is not None:
-            self.known.renew()
             self.follow_weights()
+            self.known.renew()  # and not before: what found no memory is done again
 
     def follow_weights(self) -> None:
         """Somebody has written to whole weights: where they are not what their masters round to, masters are theirs. Where they

@@ -78,7 +78,7 @@ class HostSum:
 
     def add(self, part: Tensor) -> None:
         if self.sent is None:
-            with self.group.noting():  # one more may be too many for the host
+            with self.group.noting(again=True):  # one more may be too many for the host
                 self.room = self.rooms.take()
             if self.room is None:
                 return

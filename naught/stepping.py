@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from naught.applying import Courier
 from naught.early import Early
 from naught.errors import UsageError
 from naught.loss_scale import FixedScale, LossScale
@@ -73,8 +73,9 @@ class Stepping:
             )
         self.scaled = False
         schedule, scale = self.passes.schedule, self.scale.value
+        courier = Courier(self.limits.flight_bytes)
         if self.early is None:
-            self.norm = self._update(self.optimizer, list(schedule.units.values()), scale)
+            self.norm = self._update(self.optimizer, list(schedule.units.values()), scale, courier)
         else:
             self.norm = self.early.finish(list(schedule.units.values()), self.passes.amiss)
         self.passes.drop_gradients()
@@ -83,19 +84,34 @@ class Stepping:
             self.taken += 1
             self.optimizer.has_stepped()
             self.lookout.has_stepped()
-            if self.rates is not None:
-                self.rates.step(**rate_arguments)
+            try:
+                _have_arrive(courier)
+            finally:  # it is a step, and counts as one
+                if self.rates is not None:
+                    self.rates.step(**rate_arguments)
         else:
             self.skipped += 1
             schedule.forget_plans()  # a parameter that the plan does not know to be used reads as NaN: find it
             _LOG.warning(self._story(self.norm, scale, helps=helps))
 
-    def _update(self, optimizer: Optimizer, units: Sequence[Unit], scale: float) -> Norm:
+    def _update(self, optimizer: Optimizer, units: Sequence[Unit], scale: float, courier: Courier) -> Norm:
         optimizer.will_step()
         how = updating(optimizer.rule, optimizer.param_groups, self.limits.part_numel)
         delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
-        group, tell, lookout = self.passes.schedule.group, self.passes.amiss, self.lookout
-        take = partial(update, units, group, how, self.limits, scale=scale, tell=tell, lookout=lookout, delayed=delayed)
+
+        def take() -> Norm | None:
+            return update(
+                units,
+                self.passes.schedule.group,
+                how,
+                self.limits,
+                scale=scale,
+                tell=self.passes.amiss,
+                lookout=self.lookout,
+                courier=courier,
+                delayed=delayed,
+            )
+
         norm = take()
         if norm is None:
             self.passes.sum_late()
@@ -156,3 +172,12 @@ class Stepping:
                 "train in bf16, which needs no scale"
             )
         return story
+
+
+def _have_arrive(courier: Courier) -> None:
+    """Wait for new weights where they are to be there after the step. Those that do not come are asked for again."""
+    try:
+        courier.arrive()
+    except BaseException as error:
+        error.add_note("naught: the step was taken all the same. New weights have not come, and whoever uses them asks again")
+        raise

@@ -124,7 +124,7 @@ class Unit:
         for segment in self.trained if hide else ():
             segment.weights.hide()
         if self.placement.optim.split:
-            self.present = False
+            self.present = not self.absentees
 
     def show(self) -> None:
         """Weights that were hidden, and are all here."""

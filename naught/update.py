@@ -52,18 +52,20 @@ def update(
     scale: float,
     tell: Callable[[], Exception | None],
     lookout: Lookout,
+    courier: Courier,
     delayed: bool = False,
 ) -> Norm | None:
     """Undo the scale of the loss, clip, and apply the rule to what this rank owns. None: a rank has gradients that are not summed
-    yet, so that nothing was done. If the norm is not finite, or something is amiss on any rank, nothing changes on any. What
-    rests on the host may still be updated there when this returns; delayed, its weights follow the update before this one.
+    yet, so that nothing was done. If the norm is not finite, or something is amiss on any rank, nothing changes on any. When this
+    returns the courier has new weights under way, and what rests on the host may still be updated there; delayed, its weights
+    follow the update before this one.
     `tell` says what is amiss, while the device computes the norm. What users have written to weights is heeded first.
 
     The ranks exchange their part of the norm, whether something is amiss or has come late, and which parameters they have used:
     one that no rank used stays as it is.
     """
     trained = [segment for unit in units for segment in unit.trained]
-    with group.noting():
+    with group.noting(again=True):
         for segment in trained:
             segment.heed_writes()
     late = any(unit.owes(last=True) for unit in units)
@@ -75,9 +77,7 @@ def update(
     norm = Norm(verdict.norm / scale)
     if norm.finite or not limits.skips:
         flags = by_segment(trained, verdict.used)
-        courier = Courier(limits.flight_bytes)
         apply(units, how, flags, _coefficient(norm.total, limits.clip) / scale, courier, delayed=delayed)
-        courier.arrive()
     else:
         norm = norm._replace(culprit=_culprit(trained))
     return norm

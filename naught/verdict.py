@@ -36,10 +36,11 @@ def judge(
     """The norm of all gradients together, of the norms of this rank's blocks. None: some rank has gradients that came too `late`
     to be in it. What is amiss on any rank, as the device or `tell` says while the device computes, is raised on all."""
     amiss, square = _look(norms, asked, tell)
-    amiss = amiss or group.noted
+    noted = group.take_note()
+    amiss = amiss or noted
     rows = group.exchange(torch.tensor([amiss is not None, late, square, *used], dtype=torch.float64))
     if bool(rows[:, 0].any()):
-        group.raise_together(amiss)
+        group.raise_noted(amiss)
     if bool(rows[:, 1].any()):
         return None
     return Verdict(_root(rows[:, 2].tolist()), (rows[:, 3:].amax(0) > 0).tolist())

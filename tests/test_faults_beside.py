@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from menagerie import DEVICE, MODELS
 from torch import Tensor, nn
-from training import config_of, digest_of_weights, my_rank, start, take_steps
+from training import config_of, digest_in_32_bits, digest_of_weights, my_rank, start, take_steps
 
 from naught import applying, host_crew
 from naught.beside import Beside
@@ -18,9 +20,11 @@ from naught.comm.wires import Alone, Collectives, Peers
 from naught.errors import ModelError, UsageError
 from naught.ferry import Arrival, Ferry
 from naught.flat import Flat, Meter
+from naught.fragments import safe_get_full_optimizer_state
 from naught.holding import Buffer
 from naught.host_crew import HostCrew
 from naught.rounding import half_up
+from naught.segment import Segment
 from naught.shelves import DeviceShelf
 from naught.staging import Staging
 from naught.start import initialize
@@ -92,6 +96,123 @@ def test_two_that_share_memory_are_found_also_with_a_third_between():
     model.trained = nn.Parameter(both[50:60])
     with pytest.raises(ModelError, match='"wide" and "trained" are two parameters with the same memory'):
         initialize(model=model, config=config_of(1))
+
+
+OFFLOADED: dict[str, Any] = {"more": {"bf16": {"enabled": True}}, "offload_optimizer": {"device": "cpu"}}
+BELOW: dict[str, Any] = {"offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+
+
+def take_four_steps(options: dict[str, Any]) -> str:
+    engine = start(**options)
+    take_steps(engine, 4)
+    return digest_of_weights(engine)
+
+
+def four_steps_without_room_to_come_up(options: dict[str, Any], looks: bool) -> tuple[list[str], str]:
+    """On rank 0 the weights of one block find no memory, three times in a row."""
+    engine = start(**options)
+    take_steps(engine, 2)
+    block = engine.schedule.units["blocks.1"].trained[0]
+    bring, masters, left = Ferry.bring, block.states.masters, [True] * 3 if my_rank() == 0 else []
+    assert masters is not None
+
+    def fails(self: Ferry, source: Tensor, *args: Any) -> Point:
+        if source.data_ptr() == masters.data_ptr() and left and left.pop():
+            raise torch.OutOfMemoryError("no room to round in")
+        return bring(self, source, *args)
+
+    Ferry.bring = fails  # type: ignore[method-assign]
+    told, taken = [], 2
+    try:
+        while taken < 4:
+            try:
+                take_steps(engine, 1, first=taken)
+                taken += 1
+            except (torch.OutOfMemoryError, UsageError) as error:
+                told.append(str(error))
+            assert len(told) < 4
+            if looks:
+                engine.planned()
+                assert safe_get_full_optimizer_state(block.weights.params[0], "exp_avg") is not None
+    finally:
+        Ferry.bring = bring  # type: ignore[method-assign]
+    assert not left
+    return told, digest_of_weights(engine)
+
+
+COMES_UP = [
+    {"stage": 1, **OFFLOADED},
+    {"stage": 2, **OFFLOADED, "more": OFFLOADED["more"] | {"naught": {"lazy_weights": False}}},
+    {"stage": 3, **OFFLOADED, "stage3_param_persistence_threshold": 0},
+    {"stage": 3, **OFFLOADED, **BELOW},
+]
+
+
+@pytest.mark.parametrize("options", COMES_UP)
+@pytest.mark.parametrize("looks", [False, True])
+def test_weights_that_find_no_memory_on_one_rank_cost_a_step_on_all_and_come_again(two, options, looks):
+    (told, weights), (heard, others) = two.run(four_steps_without_room_to_come_up, options, looks)
+    assert [weights, others] == two.run(take_four_steps, options)
+    assert told
+    assert len(told) == len(heard)
+    assert all("no room to round in" in text and "done again with the next step" in text for text in told + heard)
+
+
+@pytest.mark.parametrize("options", [options for options in COMES_UP if options["stage"] != 2])
+@pytest.mark.parametrize("looks", [False, True])
+def test_on_a_rank_alone_too(options, looks):
+    told, weights = four_steps_without_room_to_come_up(options, looks)
+    assert weights == take_four_steps(options)
+    assert told
+
+
+def test_a_step_whose_weights_do_not_come_is_a_step_and_is_said_to_be():
+    """Where they are to be there after it. Who takes it again would take it twice."""
+    options = OFFLOADED | {"more": OFFLOADED["more"] | {"naught": {"lazy_weights": False}}}
+    engine, bring = start(2, **options), Ferry.bring
+    take_steps(engine, 1)
+
+    def fails(*_: object) -> Point:
+        raise torch.OutOfMemoryError("no room to round in")
+
+    Ferry.bring = fails  # type: ignore[assignment]
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            take_steps(engine, 1, first=1)
+    finally:
+        Ferry.bring = bring  # type: ignore[method-assign]
+    assert any("the step was taken all the same" in note for note in caught.value.__notes__)
+    assert engine.global_steps == 2
+    take_steps(engine, 2, first=2)
+    assert digest_of_weights(engine) == take_four_steps({"stage": 2, **options})
+
+
+def write_without_memory_for_it(wanted: bool) -> str:
+    """On one rank masters find no memory to follow what was written, once."""
+    engine = start(2, more={"bf16": {"enabled": True}})
+    take_steps(engine, 2)
+    with torch.no_grad():
+        engine.module.head.weight.mul_(0.5)
+    follow, left = Segment.follow_weights, [True] if my_rank() == 1 and not wanted else []
+
+    def once(self: Segment) -> None:
+        if left and left.pop():
+            raise torch.OutOfMemoryError("no room to compare")
+        follow(self)
+
+    Segment.follow_weights = once  # type: ignore[method-assign]
+    try:
+        if not wanted:
+            with pytest.raises(UsageError, match="no room to compare"):
+                take_steps(engine, 1, first=2)
+        take_steps(engine, 2, first=2)
+    finally:
+        Segment.follow_weights = follow  # type: ignore[method-assign]
+    return digest_in_32_bits(engine)
+
+
+def test_a_write_that_masters_had_no_memory_to_follow_is_followed_by_the_next_step(two):
+    assert two.run(write_without_memory_for_it, False) == two.run(write_without_memory_for_it, True)
 
 
 # --- in the middle ---
@@ -207,6 +328,24 @@ def test_a_thread_that_cannot_work_is_told_instead_of_waited_for(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(threading.BrokenBarrierError):
         HostCrew([None, None]).ask(1, lambda _: None)
+
+
+def test_a_crew_that_waits_for_a_device_for_ever_does_not_keep_a_process():
+    crew, go_on = HostCrew([None, None]), threading.Event()
+    over = crew.ask(1, lambda _: go_on.wait(60) and None)
+    threads = list(crew.threads)
+    assert not crew.stops_by(time.monotonic() + 0.05)
+    go_on.set()
+    over.result(10)
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_crew_that_is_done_says_so():
+    crew = HostCrew([None, None])
+    crew.ask(3, lambda _: None)
+    assert crew.stops_by(time.monotonic() + 10)
 
 
 def test_a_ferry_that_is_closed_keeps_nothing():

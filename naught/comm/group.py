@@ -21,6 +21,7 @@ from naught.comm.ledger import Call, Ledger, Waiting
 from naught.comm.lineup import Lineup, Seat
 from naught.comm.together import Together, heard, told
 from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
+from naught.devices import is_out_of_memory
 from naught.errors import NaughtError, ScheduleError, UsageError
 from naught.layout import ALIGN_NUMEL
 
@@ -28,6 +29,8 @@ __all__ = ["SAME_ORDER", "Group", "Mean", "Waits"]
 
 
 SAME_ORDER = "all ranks must run the same modules in the same order; a module that some ranks skip is fine"
+
+_AGAIN = "leave more memory free: what could not be done is done again with the next step"
 
 # Groups share one store, and every rank makes its groups in the same order: their number keeps their keys apart.
 _NUMBERS = itertools.count()
@@ -65,9 +68,11 @@ class Group(Together):
     ) -> None:
         self.ledger, self.mean, self.patience_s, self.lineup = ledger, mean or Mean(), patience_s, lineup
         self.number = next(_NUMBERS)
-        # Of something that was under way on this rank, to be told to all. A text: an error would hold the frames that it came
+        # Of something that was under way on this rank, to be told to all. Texts: an error would hold the frames that it came
         # through, and they this.
-        self.fault = ""
+        self.fault = ""  # what is lost, until it is loaded
+        self.shortage = ""  # of memory, for what will be done again
+        self.gathers_anew = False  # all ranks have heard of something: a part of what was gathered may not have come
         self.meetings = 0
         together = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if together else 0
@@ -93,25 +98,41 @@ class Group(Together):
         return self.lineup is None or self.lineup.model_rank == 0
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self, *, again: bool = False) -> Iterator[None]:
         """Of what fails in here on this rank alone the others are told when all of them look: until then they count on it to go
-        on. A rank alone need not wait for that."""
+        on. A rank alone need not wait for that. What whoever asks next does `again`, and had no memory, is told once."""
         try:
             yield
         except Exception as error:
             if self.size == 1:
                 raise
-            self.fault = self.fault or told(error)
+            if again and is_out_of_memory(error):
+                what = f"{type(error).__name__}: {error}"
+                self.shortage = self.shortage or told(UsageError(what, fix=_AGAIN))
+            else:
+                self.fault = self.fault or told(error)
 
     def look_for_faults(self) -> None:
         """Raise on every rank what was noted on any."""
         if self.size > 1:
-            self.raise_together(self.noted)
+            self.raise_noted(self.take_note())
 
-    @property
-    def noted(self) -> NaughtError | None:
-        """What was noted on this rank."""
-        return heard(self.rank, self.fault) if self.fault else None
+    def take_note(self) -> NaughtError | None:
+        """What was noted on this rank, for `raise_noted`."""
+        noted, self.shortage = self.fault or self.shortage, ""
+        return heard(self.rank, noted) if noted else None
+
+    def raise_noted(self, amiss: Exception | None) -> None:
+        """Raise on every rank what is amiss on any. Weights that did not come whole are gathered anew by whoever uses them."""
+        try:
+            self.raise_together(amiss)
+        except Exception:
+            self.gathers_anew = True
+            raise
+
+    def forget_notes(self) -> None:
+        """Whatever was lost is written anew."""
+        self.fault = self.shortage = ""
 
     @property
     def alive(self) -> bool:
@@ -131,7 +152,7 @@ class Group(Together):
 
     def _bring(self, own: Waits, mine: Tensor) -> None:
         """Wait for this rank's slice. That it was lost the others are told later: meanwhile nobody takes it for weights."""
-        with self.noting():
+        with self.noting(again=True):
             try:
                 own.wait()
             except Exception:

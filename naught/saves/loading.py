@@ -66,7 +66,7 @@ def load(engine: Answers, contents: Contents, wanted: Wanted) -> dict[str, Any]:
         reading.undo()
         raise
     with unusable_on_error(engine):
-        group.fault = ""  # whatever was lost is written anew
+        group.forget_notes()
         with group.together():
             reading.copy()
             _finish(engine, reading)
