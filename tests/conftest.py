@@ -20,7 +20,7 @@ atexit.register(shutil.rmtree, os.environ["NAUGHT_CACHE"], ignore_errors=True)
 
 try:
     from hypothesis import settings
-except ImportError:  # a GPU machine may have no more than torch and pytest, and make test-gpu needs no more
+except ImportError:  # a GPU machine may have no more than torch and pytest: most files of make test-gpu need no more
     pass
 else:
     settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200)
