@@ -121,7 +121,7 @@ class Engine(Between):
             self.stepping.early.refuse_midway()
         share = loss / self.accumulation.steps if scale_wrt_gas else loss
         _collect_everywhere()  # what users' own backwards have made is still to be divided
-        with self._all_or_nothing("backward"), _explaining(), by_an_engine():
+        with self._all_or_nothing("backward"), self._explaining(), by_an_engine():
             torch.autograd.backward(self.scale(share), retain_graph=retain_graph)
             self.passes.collect()
             _collect_everywhere()
@@ -280,6 +280,27 @@ class Engine(Between):
                     self._start_over()
             raise
 
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say what it means if autograd finds weights that are not there, or are not those of its forward."""
+        try:
+            yield
+        except RuntimeError as error:
+            early = self.stepping.early
+            if "storage of size 0" in str(error):
+                raise ScheduleError(
+                    "a backward reached weights that are not gathered: its forward is of an earlier pass, or its gradient did "
+                    "not come through the output of the unit",
+                    fix="run the backwards of a step before its next forward, and return what has a gradient from the forward",
+                ) from error
+            if "modified by an inplace operation" in str(error) and early is not None and early.begun:
+                raise ScheduleError(
+                    "a backward needs weights that it has updated already (naught.update_in_backward): they are used outside of "
+                    "their own module, and no forward had shown that so far. Or else the model writes to what its backward needs",
+                    fix="say who uses them: naught.zero.register_external_parameter(module, parameter); or leave the key out",
+                ) from error
+            raise
+
     def _shortage(self) -> str:
         """What there is to say while everything is still held."""
         setup = Setup(
@@ -307,18 +328,3 @@ def _collect_everywhere() -> None:
 
 def _to_half(tensor: Tensor) -> Tensor:
     return tensor.half() if tensor.is_floating_point() else tensor
-
-
-@contextmanager
-def _explaining() -> Iterator[None]:
-    """Say what it means if autograd finds weights that are not there."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "storage of size 0" not in str(error):
-            raise
-        raise ScheduleError(
-            "a backward reached weights that are not gathered: its forward is of an earlier pass, or its gradient did not come "
-            "through the output of the unit",
-            fix="run the backwards of a step before its next forward, and return what has a gradient from the forward",
-        ) from error

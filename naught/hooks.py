@@ -47,6 +47,16 @@ class _Call:
         self.unit, self.waiting = unit, waiting
 
 
+class _Output:
+    """What one forward of a unit has made, until a gradient reaches any of it."""
+
+    __slots__ = ("reached", "unit")
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.reached = False
+
+
 class _Edge:
     """A tensor between units, as a hook of its own. When its gradient is complete, its consumers are done and its
     producers begin."""
@@ -57,7 +67,7 @@ class _Edge:
         self.fire = fire
         self.version = version  # an operation in place gives the same tensor another place in the graph
         self.consumers: list[_Call] = []
-        self.producers: list[str] = []
+        self.producers: list[_Output] = []
 
     def __call__(self, _: Tensor) -> None:
         self.fire(self)
@@ -198,8 +208,11 @@ class Hooks:
                 outputs = [*inside_graph(output), *self._beside(unit, module)]
                 if not outputs and not self._is_graphless(unit, (args, kwargs)):
                     return  # its backward cannot be foreseen: the weights stay until the pass is over
-                for tensor in outputs:
-                    self._edge(tensor).producers.append(unit)
+                if outputs:
+                    made = _Output(unit)
+                    self.loans.unreached[unit] += 1
+                    for tensor in outputs:
+                        self._edge(tensor).producers.append(made)
             self.loans.say(Moment.EXIT, unit)
 
         return leave
@@ -243,8 +256,11 @@ class Hooks:
                 if call.waiting == 0:
                     self.loans.calls[call.unit] -= 1
                     self.loans.say_done(call.unit)
-            for unit in edge.producers:
-                self.loans.say_grad(unit)
+            for made in edge.producers:
+                if not made.reached:
+                    made.reached = True
+                    self.loans.unreached[made.unit] -= 1
+                self.loans.say_grad(made.unit)
 
         return fire
 

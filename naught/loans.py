@@ -22,16 +22,18 @@ class Hearer(Protocol):
 
 class Loans:
     """Says what happens to units, and to those that they have borrowed. `calls` counts the forwards of each that still want a
-    backward."""
+    backward, and will tell when it is over; `unreached` those whose backward has not begun."""
 
     def __init__(self, hearer: Hearer, units: Iterable[str]) -> None:
         self.hearer = hearer
         self.calls: dict[str, int] = dict.fromkeys(units, 0)
+        self.unreached: dict[str, int] = dict.fromkeys(units, 0)
         self.borrowed: dict[str, list[str]] = {}
 
     def forget(self) -> None:
         """A pass is over, one way or another; who borrows what is known from now on."""
         self.calls = dict.fromkeys(self.calls, 0)
+        self.unreached = dict.fromkeys(self.unreached, 0)
 
     def borrow(self, borrower: str, unit: str) -> None:
         """A unit whose forward is running uses this one."""
@@ -59,8 +61,9 @@ class Loans:
             self.say(Moment.GRAD, unit)
 
     def say_done(self, unit: str) -> None:
-        """Unless another call of it, or somebody who borrows it, is still to come."""
-        if self.calls[unit] <= 0 and self.hearer.in_backward(unit) and not self._is_lent(unit):
+        """Unless another call of it, or somebody who borrows it, is still to come. What nothing tells the pass's end does."""
+        over = self.calls[unit] <= 0 and self.unreached[unit] <= 0
+        if over and self.hearer.in_backward(unit) and not self._is_lent(unit):
             self.say(Moment.DONE, unit)
 
     def _is_lent(self, unit: str) -> bool:

@@ -104,14 +104,14 @@ class Schedule:
         self._sweep(running)
         if running.program is not None:
             self._issue_until(running, running.program, len(running.program.legs))
-            self._update_due(running)
         elif not running.alone:
             self._serve(running, None)
-            self._update_due(running)
-            self._learn(running)
         for unit in self.units.values():
             unit.release()
             unit.drop_reading()
+        self._update_due(running)  # what is gathered no longer: else it would seem to be written to by somebody else
+        if running.program is None and not running.alone:
+            self._learn(running)
         self.current = None
 
     def abort(self) -> None:

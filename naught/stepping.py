@@ -157,10 +157,10 @@ class Stepping:
 
     def _story(self, norm: Norm, scale: float, *, helps: bool) -> str:
         story = f"step {self.taken + 1} was skipped on all ranks: its gradient norm is not finite"
-        if any(unit.placement.param.split for unit in self.passes.schedule.units.values()):
+        if self.passes.coming_and_going:
             story += (
-                ". At stage 3 a parameter that is used outside of the model's own forward (in a loss, in a method that is called "
-                "directly) reads as NaN: use it inside the forward"
+                ". Where weights come and go, a parameter that is used outside of its own module for the first time reads as "
+                "NaN: inside the model's forward the next pass finds such a use, elsewhere (in a loss, say) none does"
             )
         if norm.culprit is not None:
             story += f'; rank {self.passes.schedule.group.rank} has such a gradient of "{norm.culprit}"'

@@ -14,9 +14,11 @@ from test_offload import BF16, HOST
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import DEVICE, config_of, digest_of_weights, engine_of, my_rank
+from workers import WorkerError
 
 from naught.engine import Engine
 from naught.errors import NaughtError
+from naught.hints import register_external_parameter
 
 WIDTH = 64
 Steps = list[tuple[float, float | None]]
@@ -205,31 +207,42 @@ class Rerouted(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.path: list[int | tuple[int, int]] = [0, 1, 2, 3]  # a pair is computed again together
+        # A pair is computed again together. What a "beside" is given wants no gradient, and nothing tells that it is over.
+        self.path: list[int | str | tuple[int, int]] = [0, 1, 2, 3]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for at in self.path:
             if isinstance(at, int):
                 x = self.blocks[at](x)
+            elif isinstance(at, str):
+                how, block = at.split()
+                x = x + _HOW[how](self.blocks[int(block)], x)
             else:
                 one, other = (self.blocks[each] for each in at)
                 x = checkpoint(lambda x, one=one, other=other: other(one(x)), x, use_reentrant=False)
         return x.float().square().mean()
 
 
+_HOW: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "beside": lambda block, x: block(x.detach()),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+}
+
+
 def take_another_path(stage: int, more: dict[str, Any], way: str) -> tuple[Steps, str]:
     torch.manual_seed(0)
     model = Rerouted()
     engine = start(model, stage, more)
-    before, then = ANOTHER[way]
+    before, then = (ANOTHER | BESIDE)[way]
     found: Steps = []
     for at, model.path in enumerate((before, before, then, then, before)):
         found += take_steps(engine, 1, first=at)
     return outcome(engine, found)
 
 
-ANOTHER: dict[str, tuple[list[int | tuple[int, int]], list[int | tuple[int, int]]]] = {
+Path = list[int | str | tuple[int, int]]
+ANOTHER: dict[str, tuple[Path, Path]] = {
     "computed again": ([0, 1], [(0, 1)]),
     "turned round": ([0, 1, 2, 3], [3, 1, 2, 0]),
     "once less": ([0, 1, 0, 1], [1, 0]),
@@ -243,6 +256,72 @@ ANOTHER: dict[str, tuple[list[int | tuple[int, int]], list[int | tuple[int, int]
 def test_a_plan_does_not_jump_over_the_end_of_a_unit_that_is_still_at_work(two, stage, more, way):
     """It would release, reduce or update it, in the middle of its backward or before."""
     assert two.run(take_another_path, stage, more, way) == two.run(take_another_path, 0, {}, way)
+
+
+BESIDE: dict[str, tuple[Path, Path]] = {
+    "beside it first": ([0, "beside 0"], ["beside 0", 0]),
+    "beside it now": ([0, 0], ["beside 0", 0]),
+    "between others": ([1, 0, "beside 0", 2], [1, "beside 0", 0, 2]),
+    "reentrant": (["reentrant 0", "beside 0"], ["beside 0", "reentrant 0"]),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("way", BESIDE)
+def test_a_unit_waits_for_each_of_its_uses_that_a_gradient_has_still_to_reach(worlds, stage, way):
+    """Also where the hooks say the same as in the plan. On a rank alone a unit is updated at once when it is done."""
+    one = worlds[1]
+    assert one.run(take_another_path, stage, EARLY, way) == one.run(take_another_path, stage, {}, way)
+
+
+class Words(nn.Module):
+    """Computes with one block, up to where nobody wants gradients, and then twice with another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8 * WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.also = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words((8 * x.float().sigmoid()).long().flatten())
+        if self.also:
+            with torch.no_grad():
+                x = self.blocks[0](x)
+        return self.blocks[1](self.blocks[1](x)).float().square().mean()
+
+
+def leave_out_what_nobody_trains(more: dict[str, Any]) -> tuple[Steps, str]:
+    torch.manual_seed(0)
+    model = Words()
+    engine = start(model, 3, more)
+    found = take_steps(engine, 1)
+    model.also = False
+    return outcome(engine, found + take_steps(engine, 2, first=1))
+
+
+def test_an_update_of_weights_that_are_still_gathered_is_no_write_by_a_user(worlds):
+    assert worlds[1].run(leave_out_what_nobody_trains, EARLY) == worlds[1].run(leave_out_what_nobody_trains, {})
+
+
+def use_outside(stage: int, told: bool) -> tuple[Steps, str]:
+    """A weight is used outside of its own module when there is a plan already."""
+    torch.manual_seed(0)
+    model = Skipping()
+    model.blocks[1].borrows = []
+    if told:
+        register_external_parameter(model, model.blocks[0].up.weight)
+    engine = start(model, stage, EARLY)
+    found = take_steps(engine, 2)
+    model.first.register_forward_hook(lambda _module, _inputs, made: made + F.linear(made, model.blocks[0].up.weight))
+    return outcome(engine, found + take_steps(engine, 1, first=2))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_use_that_comes_too_late_is_told_with_what_to_do_and_trains_once_that_is_done(worlds, stage):
+    with pytest.raises(WorkerError, match=r"needs weights that it has updated already.*register_external_parameter"):
+        worlds[1].run(use_outside, stage, False)
+    worlds[1].run(use_outside, stage, True)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
