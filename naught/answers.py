@@ -88,7 +88,7 @@ class Answers(nn.Module):
         return self.stepping.rates
 
     @property
-    def loss_scale(self) -> LossScale:
+    def scaling(self) -> LossScale:
         return self.stepping.scale
 
     @property
@@ -242,5 +242,9 @@ class Answers(nn.Module):
     def bfloat16_enabled(self) -> bool:
         return self.settings.bf16.enabled
 
+    def loss_scale(self) -> float:
+        """As it is now; 1 where no loss is scaled."""
+        return self.scaling.value
+
     def dynamic_loss_scale(self) -> bool:
-        return self.loss_scale.adapts
+        return self.scaling.adapts

@@ -59,7 +59,7 @@ class Between(Answers):
         self.refuse_away()
         self.stepping.refuse_to_look()
         self.passes.complete_late()
-        return norms_by_name(self.schedule.units.values(), self.schedule.group, self.loss_scale.value)
+        return norms_by_name(self.schedule.units.values(), self.schedule.group, self.scaling.value)
 
     def report(self) -> dict[str, Any]:
         """What this rank has sent, holds and spends: bytes by collective, unit and phase, and between its own tiers; seconds that

@@ -161,7 +161,7 @@ class Engine(Between):
             samples=self.global_samples,
             skipped=self.skipped_steps,
             rates=self.get_lr(),
-            scale=self.loss_scale.value,
+            scale=self.scaling.value,
             norm=self.get_global_grad_norm(),
         )
 

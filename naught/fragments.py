@@ -170,7 +170,7 @@ def _read(param: nn.Parameter, kind: _Kind, cut: Callable[[_Home, Tensor], Tenso
     if owned is None:
         return None
     found = cut(home, owned).to(param.device, torch.float32, copy=True)
-    return found / home.engine.loss_scale.value if kind.scaled else found
+    return found / home.engine.scaling.value if kind.scaled else found
 
 
 def _write(param: nn.Parameter, kind: _Kind, put: Callable[[_Home, Tensor, Tensor], None], value: Tensor) -> None:
@@ -182,7 +182,7 @@ def _write(param: nn.Parameter, kind: _Kind, put: Callable[[_Home, Tensor, Tenso
             f"the parameter has no {kind.what} now",
             fix="gradients are there between backward and step, states after the first step",
         )
-    put(home, owned, value * home.engine.loss_scale.value if kind.scaled else value)
+    put(home, owned, value * home.engine.scaling.value if kind.scaled else value)
     kind.written(home)
 
 

@@ -39,7 +39,7 @@ class Trainer(Protocol):
     def override_loss_scale(self, scale: float) -> None: ...
 
     @property
-    def loss_scale(self) -> LossScale: ...
+    def scaling(self) -> LossScale: ...
 
 
 class LossScaler(NamedTuple):
@@ -135,19 +135,19 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def loss_scaler(self) -> LossScaler:
         """The scale of the loss as it is now."""
-        scale = self._trainer().loss_scale
+        scale = self._trainer().scaling
         window, steps = (scale.window, scale.steps) if isinstance(scale, AdaptiveScale) else (None, 0)
         return LossScaler(scale.value, scale.value, steps, window)
 
     @property
     def loss_scale(self) -> float:
-        return self._trainer().loss_scale.value
+        return self._trainer().scaling.value
 
     cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        return self._trainer().loss_scale.adapts
+        return self._trainer().scaling.adapts
 
     @property
     def _global_grad_norm(self) -> float | None:

@@ -1,7 +1,7 @@
 """Schedule: what happened becomes what is issued. Every rank issues the same collectives in the same order.
 
 The first pass of a kind is *careful*: before each collective the ranks say what they need next, and all of them take
-part in the first of it, so ranks may differ in what they run. If they did not differ, the record is compiled into a
+part in the first of it, so ranks may differ in what they run. If they never did, the record is compiled into a
 plan, and later passes replay it: an event issues the list up to its anchor, steps that are jumped over included. An
 event that the plan does not have ends the replay, and so does a jump that would end a unit which is still at work, on every
 rank or with an error that names the unit.
@@ -10,6 +10,7 @@ rank or with an error that names the unit.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from naught.unit import Unit
 from naught.uses import Uses
 
 __all__ = ["Schedule"]
+
+_LOG = logging.getLogger("naught")
 
 
 @dataclass
@@ -69,13 +72,14 @@ class _Early(Protocol):
 
 
 class Schedule:
-    """Issues the verbs of the units. `budgets` says how far to fetch ahead. `early` updates a unit whose gradients are summed;
-    None: they wait for the step."""
+    """Issues the verbs of the units. `budgets` says how far to fetch ahead; None: there is no plan, for ranks may differ in any
+    pass. `early` updates a unit whose gradients are summed; None: they wait for the step."""
 
-    def __init__(self, units: Mapping[str, Unit], group: Group, budgets: Budgets, early: _Early | None = None) -> None:
+    def __init__(self, units: Mapping[str, Unit], group: Group, budgets: Budgets | None, early: _Early | None = None) -> None:
         self.units, self.group, self.budgets, self.early = dict(units), group, budgets, early
         self.order = list(self.units)
         self.programs: dict[tuple[bool, Pass], Program] = {}
+        self.differing: set[tuple[bool, Pass]] = set()  # passes that ranks have gone through differently, and may do again
         self.current: _Pass | None = None
 
     # --- passes ---
@@ -144,20 +148,29 @@ class Schedule:
                 self.happened(Moment.DONE, name)
 
     def _learn(self, running: _Pass) -> None:
-        """Compile a plan if all ranks have the same record; else the next pass is careful again."""
+        """Compile a plan if all ranks have the same record, and always had; else the next pass is careful again."""
+        kind = running.training, running.which
+        if self.budgets is None or kind in self.differing:
+            return
         text = "\n".join(f"{event.moment} {event.unit}" for event in running.events)
         digest = hashlib.sha256(text.encode()).digest()[:8]
         rows = self.group.exchange(torch.tensor([int.from_bytes(digest, "little", signed=True), running.surprised]))
-        if bool((rows[:, 0] == rows[0, 0]).all()) and not bool(rows[:, 1].any()):
-            placements = {name: unit.placement for name, unit in self.units.items()}
-            sizes = {name: unit.sizes() for name, unit in self.units.items()}
-            plan = compile_plan(running.events, placements, sizes, budgets=self.budgets, which=running.which)
-            if len(set(self.group.exchange_texts(plan.digest))) > 1:
-                raise ScheduleError(
-                    "the ranks have made different plans of the same record", fix="give all ranks the same budgets"
-                )
-            update = None if self.early is None else self._update
-            self.programs[running.training, running.which] = Program(plan, self.units, update)
+        if bool(rows[:, 1].any()):
+            return
+        if not bool((rows[:, 0] == rows[0, 0]).all()):
+            self.differing.add(kind)
+            if self.group.rank == 0:
+                _LOG.info("ranks run different modules: from here on they agree on each collective before it, and follow no plan")
+            return
+        self.programs[kind] = self._compile(running, self.budgets)
+
+    def _compile(self, running: _Pass, budgets: Budgets) -> Program:
+        placements = {name: unit.placement for name, unit in self.units.items()}
+        sizes = {name: unit.sizes() for name, unit in self.units.items()}
+        plan = compile_plan(running.events, placements, sizes, budgets=budgets, which=running.which)
+        if len(set(self.group.exchange_texts(plan.digest))) > 1:
+            raise ScheduleError("the ranks have made different plans of the same record", fix="give all ranks the same budgets")
+        return Program(plan, self.units, None if self.early is None else self._update)
 
     # --- events ---
 

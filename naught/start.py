@@ -187,7 +187,7 @@ def _listen(
     with _limited(device, settings.naught.gpu_memory):
         units = build_units(model, settings, precision, membership, around)
         budgets = budgets_of(settings, units, precision.weights.itemsize, group.parts)
-        schedule = Schedule(units, group, budgets, early)
+        schedule = Schedule(units, group, None if settings.naught.ranks_may_differ else budgets, early)
         keep_freed_pages(watch.device)
         return Passes(model, schedule, watch, accumulation.sums_over_ranks)
 

@@ -132,7 +132,7 @@ def tells(stage: int) -> dict[str, Any]:
     assert engine.module is not engine
     before = {name: getattr(engine, name)() for name in ("is_gradient_accumulation_boundary", "was_step_applied")}
     take_steps(engine, 4)
-    assert optimizer.loss_scale == optimizer.cur_scale == engine.loss_scale.value == 16.0
+    assert optimizer.loss_scale == optimizer.cur_scale == engine.loss_scale() == 16.0
     assert optimizer.dynamic_loss_scale
     assert optimizer.loss_scaler == (16.0, 16.0, 2, 1000)
     assert engine.tput_timer.avg_samples_per_sec() > 0

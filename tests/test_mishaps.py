@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 import torch
 from menagerie import DEVICE, MODELS, WIDTH, Plain, batch_of, my_rank
-from torch import nn
+from torch import Tensor, nn
 from training import config_of, digest_of_weights, engine_of, start, take_steps
 from workers import WorkerError, World
 
@@ -137,13 +140,63 @@ def goes_astray() -> None:
     take_steps(engine, 4)
 
 
-def test_a_rank_that_runs_another_order_is_told_which_unit_and_nobody_hangs():
+def test_a_rank_that_runs_another_order_is_told_which_unit_and_what_to_do_and_nobody_hangs():
     world = World(2)
     try:
-        with pytest.raises(WorkerError, match=r'ScheduleError.*of unit "blocks\.1" does not fit into the plan'):
+        with pytest.raises(WorkerError, match=r'ScheduleError.*of unit "blocks\.1" does not fit into the plan.*ranks_may_differ'):
             world.run(goes_astray)
     finally:
         world.stop()
+
+
+class Dropping(Plain):
+    """Each rank computes with blocks that it draws, some of them twice, and draws none for the first passes."""
+
+    def __init__(self, alike: int) -> None:
+        super().__init__()
+        self.alike, self.dice = alike, random.Random(my_rank())
+
+    def body(self, x: Tensor) -> Tensor:
+        self.alike -= 1
+        for at in [0, 1, 2] if self.alike >= 0 else self.dice.choices(range(3), k=self.dice.randrange(4)):
+            x = self.blocks[at](x)
+        return x
+
+
+def drop(stage: int, ours: dict[str, Any], alike: int, **zero: Any) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    engine = engine_of(Dropping(alike), config_of(stage, more={"naught": ours}, **zero))
+    return take_steps(engine, 8), digest_of_weights(engine)
+
+
+MAY: dict[str, Any] = {"ranks_may_differ": True}
+
+
+@pytest.mark.parametrize(
+    ("stage", "ours", "zero"),
+    [
+        (1, {}, {}),
+        (3, {}, {"stage3_param_persistence_threshold": 0}),
+        (2, {}, {"offload_optimizer": {"device": "cpu"}}),
+        (3, {"update_in_backward": True}, {"stage3_param_persistence_threshold": 0}),
+    ],
+)
+def test_ranks_that_may_differ_run_what_they_like_in_any_step(two, stage, ours, zero):
+    assert two.run(drop, stage, ours | MAY, 3, **zero) == two.run(drop, 0, MAY, 3)
+
+
+def differ_and_agree(stage: int) -> tuple[list[float], str]:
+    """In the first step, and then by chance not."""
+    torch.manual_seed(0)
+    model = Dropping(0)
+    engine = engine_of(model, config_of(stage))
+    losses = take_steps(engine, 2)
+    model.alike = 3
+    return losses + take_steps(engine, 6, first=2), digest_of_weights(engine)
+
+
+def test_ranks_that_have_differed_once_may_do_so_again(two):
+    assert two.run(differ_and_agree, 3) == two.run(differ_and_agree, 0)
 
 
 def changes_together(stage: int) -> list[float]:

@@ -28,7 +28,10 @@ from naught.layout import ALIGN_NUMEL
 __all__ = ["SAME_ORDER", "Group", "Mean", "Waits"]
 
 
-SAME_ORDER = "all ranks must run the same modules in the same order; a module that some ranks skip is fine"
+SAME_ORDER = (
+    "all ranks must run the same modules in the same order; a module that some ranks skip is fine. Or set "
+    "naught.ranks_may_differ: ranks agree on each collective then, which takes longer"
+)
 
 _AGAIN = "leave more memory free: what could not be done is done again with the next step"
 

@@ -73,6 +73,13 @@ class Naught(Block):
             "null: where the optimizer rests on the host, so that its update is hidden",
         ),
     ] = None
+    ranks_may_differ: Annotated[
+        Flag,
+        Key(
+            "ranks may run other modules than their peers in any step: they agree on each collective before it, as in a first "
+            "step, and follow no plan. That is an exchange more for each, and nothing is fetched ahead; the result is the same"
+        ),
+    ] = False
     private_pool: Annotated[
         Flag,
         Key(

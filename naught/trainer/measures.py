@@ -73,7 +73,7 @@ class Measures:
             "bpb": self.bits(loss),
             "grad_norm": engine.get_global_grad_norm(),
             "lr": engine.get_lr()[0],
-            "loss_scale": engine.loss_scale.value,
+            "loss_scale": engine.loss_scale(),
             "skipped": engine.skipped_steps,
             "samples": engine.global_samples,
             "tokens": engine.global_steps * self.tokens,
