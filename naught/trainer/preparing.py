@@ -12,8 +12,9 @@ from naught.config.recipe import Recipe
 from naught.config.resolving import engine_document
 from naught.data import Loader, loader_of
 from naught.engine import Engine
-from naught.errors import UsageError
+from naught.errors import PlacementError, UsageError
 from naught.extras import need
+from naught.quantity import show_bytes
 from naught.start import initialize
 from naught.trainer.corpus import Corpus, open_corpus, prepare_corpus
 from naught.trainer.forecasting import expect
@@ -53,6 +54,7 @@ def prepare(recipe: Recipe, group: Group, folder: Path, introduce: Callable[[Int
         batch = derive_batch(recipe, group.size)
         samples = _samples(recipe, corpus, group, batch.micro)
         expected = expect(model, recipe, batch, group.size)
+        _refuse_too_little(recipe, expected.activations)
         introduction = Introduction(recipe, corpus, batch, expected, model, weights, group.size)
     introduce(introduction)
     if recipe.model.checkpointing:
@@ -70,6 +72,16 @@ def prepare(recipe: Recipe, group: Group, folder: Path, introduce: Callable[[Int
     if recipe.train.trackio and group.rank == 0:
         engine.monitor.also_to_trackio("naught", folder.name)
     return Prepared(introduction, engine, samples.validation)
+
+
+def _refuse_too_little(recipe: Recipe, activation_bytes: int) -> None:
+    most = recipe.naught.gpu_memory
+    if most is not None and recipe.naught.activation_memory is None and activation_bytes >= most:
+        raise PlacementError(
+            f"activations alone would take {show_bytes(activation_bytes)} of the {show_bytes(most)} that a rank may have",
+            where="naught.gpu_memory",
+            fix="raise it, or train with smaller micro-batches, shorter sequences or model.checkpointing=true",
+        )
 
 
 def _in_folder(document: dict[str, Any], folder: Path) -> dict[str, Any]:
