@@ -103,7 +103,7 @@ def build_units(
             parts.append(Segment(list(map(filling.of, members)), layout, groups, types, homes[spec.name]))
         waits = placement.optim.tier is not Tier.DEVICE if lazy is None else lazy
         units[spec.name] = Unit(spec.name, parts, placement, lazy=waits)
-    group.look_for_faults()
+    group.look_for_faults(midway=False)
     filling.fill_rest()
     membership.replace(filling.of)
     renew_loans(model, filling.of)

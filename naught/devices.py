@@ -4,6 +4,7 @@ torch.cuda."""
 from __future__ import annotations
 
 import ctypes
+import errno
 import platform
 import resource
 import time
@@ -133,7 +134,8 @@ def room_on(device: torch.device) -> Room:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that a device or the host has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM  # by the system, for pages of the host
+    return refused or isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 _CGROUPS = (

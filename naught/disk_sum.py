@@ -66,7 +66,7 @@ class DiskSum:
         return [] if self.sent is None else self.sent.norms
 
     def add(self, part: Tensor) -> None:
-        with self.group.noting():
+        with self.group.noting(again=True):
             if self.reader is not None:
                 wait([self.reader])  # also for one that fails: who needs its result is told
                 self.reader = None

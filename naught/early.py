@@ -42,6 +42,7 @@ class Early:
         self.lookout = Lookout()
         self.how: Updating | None = None  # None: no unit of this step has got so far
         self.norms: dict[Unit, list[Tensor]] = {}  # of the gradients of those that are updated
+        self.hidden: list[Unit] = []  # of a step that is over, until their weights have arrived
         self.courier = Courier(limits.flight_bytes, at_once=False)
 
     @property
@@ -123,17 +124,25 @@ class Early:
                 fix="lower the learning rate; use weights in the backward only where the forward has, for after the update of "
                 "their unit they read as NaN; or leave naught.update_in_backward out: then such a step is skipped",
             )
-        self.courier.arrive()
-        self.forget()
+        self._end()
         return norm
+
+    def _end(self) -> None:
+        self.hidden += self.norms
+        self.how = None
+        self.norms.clear()
+
+    def show(self) -> None:
+        """New weights have arrived: those that are here are to be seen."""
+        for unit in self.hidden:
+            unit.show()
+        self.hidden.clear()
 
     def forget(self) -> None:
         """The step is over, one way or another."""
-        for unit in self.norms:
-            unit.show()
-        self.how = None
-        self.norms.clear()
+        self._end()
         self.courier.forget()
+        self.show()
 
     def _culprit(self) -> str:
         """The first unit of the backward whose gradients, as far as this rank has them, are not finite."""
@@ -149,5 +158,5 @@ class Early:
         return UsageError(
             f'"{name}" was changed between a backward and its step, and units have been updated by what it was '
             "(naught.update_in_backward)",
-            fix="change hyperparameters before the forward or after the step",
+            fix="change hyperparameters before the backward or after the step",
         )

@@ -143,12 +143,14 @@ class Engine(Between):
                 self.background.settle()
                 self.watch.enter("step")
                 self.stepping.take(**(lr_kwargs or {}))
-                self.watch.after("step")
             else:
                 self.passes.close()
         completes = self.accumulation.at_boundary
         self.accumulation.step()
         if completes:
+            with self._all_or_nothing("step"):  # which is counted, whether its weights arrive or not
+                self.stepping.arrive()
+                self.watch.after("step")
             self.watchdog.step = self.global_steps + 1
             self.observer.stepped(self._facts())
             if self.saves is not None:
@@ -269,6 +271,7 @@ class Engine(Between):
                 raise
             try:
                 if is_out_of_memory(error):
+                    self.schedule.group.gathers_anew |= self.schedule.group.size == 1  # else all ranks have to know
                     error.add_note(self._shortage())
             except Exception as another:  # where there is no memory left even for this
                 error.add_note(f"naught: out of memory, and no more can be said of it: {another}")
@@ -297,7 +300,8 @@ class Engine(Between):
                 raise ScheduleError(
                     "a backward needs weights that it has updated already (naught.update_in_backward): they are used outside of "
                     "their own module, and no forward had shown that so far. Or else the model writes to what its backward needs",
-                    fix="say who uses them: naught.zero.register_external_parameter(module, parameter); or leave the key out",
+                    fix="before naught.initialize, say who uses them: naught.zero.register_external_parameter(module, "
+                    "parameter); or leave the key out",
                 ) from error
             raise
 

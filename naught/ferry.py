@@ -162,7 +162,7 @@ class Arrival:
         try:
             self.set_out.set_result(self._bring())
         except Exception as error:  # as if somebody else had asked
-            self.set_out.set_exception(error)
+            self.set_out.set_exception(error.with_traceback(None))  # which has all that called this
 
     def _set_out(self, updated: Future[None]) -> None:
         """In whichever thread has updated them."""

@@ -54,9 +54,12 @@ _CREWS: weakref.WeakSet[HostCrew] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A process does not end in the middle of an update, unless that waits for a device which waits for a rank that has died."""
-    until = time.monotonic() + _PATIENCE_S
-    if not all([crew.stops_by(until) for crew in list(_CREWS)]):
+    """A process does not end in the middle of an update, unless that takes too long: it may wait for a device that waits for a
+    rank which has died."""
+    crews, until = list(_CREWS), time.monotonic() + _PATIENCE_S
+    for crew in crews:
+        crew.queue.stop()
+    if not all([crew.stops_by(until) for crew in crews]):
         _LOG.warning(
             "updates on the host were not over within %g s of the end of the process, which ends without them", _PATIENCE_S
         )
@@ -161,7 +164,7 @@ class HostCrew:
         """The same; whether all of it is done by then. None: whenever that is."""
         self.queue.stop()
         for thread in self.threads:
-            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+            thread.join(None if until is None else max(0.1, until - time.monotonic()))
         over = not any(thread.is_alive() for thread in self.threads)
         self.threads.clear()
         return over

@@ -46,7 +46,7 @@ class Lending:
             unit.lend()
         if gathers:
             try:
-                self.schedule.group.look_for_faults()
+                self.schedule.group.look_for_faults(midway=self.schedule.is_midway)
             except Exception:  # what is missing must not be taken back for what was written
                 for unit in units:
                     unit.forget_loan()

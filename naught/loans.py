@@ -61,7 +61,7 @@ class Loans:
             self.say(Moment.GRAD, unit)
 
     def say_done(self, unit: str) -> None:
-        """Unless another call of it, or somebody who borrows it, is still to come. What nothing tells the pass's end does."""
+        """Unless another call of it, or somebody who borrows it, is still to come. If nothing tells, the pass's end does."""
         over = self.calls[unit] <= 0 and self.unreached[unit] <= 0
         if over and self.hearer.in_backward(unit) and not self._is_lent(unit):
             self.say(Moment.DONE, unit)

@@ -21,7 +21,7 @@ def norms_by_name(units: Iterable[Unit], group: Group, scale: float) -> dict[str
     squares: list[float] = []
     for segment in segments:
         total = None
-        with group.noting():
+        with group.noting(again=True):
             total = segment.grads.sum()
         for slot in segment.layout.slots:
             common = intersect(slot.span, segment.layout.shard(group.part))
@@ -33,6 +33,6 @@ def norms_by_name(units: Iterable[Unit], group: Group, scale: float) -> dict[str
         segment.grads.let_copy_go()
     if not names:
         return {}
-    group.look_for_faults()
+    group.look_for_faults(midway=True)
     sums = group.exchange(torch.tensor(squares, dtype=torch.float64)).sum(0).tolist()
     return {name: math.sqrt(total) / scale for name, total in zip(names, sums, strict=True)}

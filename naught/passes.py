@@ -244,9 +244,7 @@ class Passes:
     def catch_up(self) -> None:
         """Have all weights follow their last update: not in the middle of a step, which is taken with those that are there."""
         units = [unit for unit in self.schedule.units.values() if unit.behind]
-        running = self.schedule.current
-        begun = running is not None and running.training
-        if units and (begun or any(segment.grads.begun for unit in self.schedule.units.values() for segment in unit.trained)):
+        if units and self.schedule.is_midway:
             raise UsageError(
                 "a step is under way with weights that its update has still to reach (naught.delay_update_after)",
                 fix="look at weights, write to them and save between step() and the next forward",

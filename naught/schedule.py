@@ -79,7 +79,9 @@ class Schedule:
         self.units, self.group, self.budgets, self.early = dict(units), group, budgets, early
         self.order = list(self.units)
         self.programs: dict[tuple[bool, Pass], Program] = {}
-        self.differing: set[tuple[bool, Pass]] = set()  # passes that ranks have gone through differently, and may do again
+        self.differing: set[bool] = (
+            set()
+        )  # in training or not: ranks have gone through such a pass differently, and may do so again
         self.current: _Pass | None = None
 
     # --- passes ---
@@ -127,11 +129,19 @@ class Schedule:
                 every.callback(unit.drop_reading)
                 every.callback(unit.give_up)
 
+    @property
+    def is_midway(self) -> bool:
+        """Whether there is anything of a step that is not over."""
+        begun = self.current is not None and self.current.training
+        return begun or any(segment.grads.begun for unit in self.units.values() for segment in unit.trained)
+
     def gather_anew(self) -> None:
-        """All ranks have heard of something that has failed on one: of whole weights a part may not have come."""
+        """All ranks have heard of something that has failed on one: of whole weights a part may not have come. Nor may those that
+        are behind their update, which nobody can bring any more."""
         if self.group.gathers_anew:
             self.group.gathers_anew = False
             for unit in self.units.values():
+                unit.catch_up()
                 unit.outdate(hide=False)
                 if not (unit.lazy or unit.placement.param.split):
                     unit.make_whole()
@@ -149,8 +159,7 @@ class Schedule:
 
     def _learn(self, running: _Pass) -> None:
         """Compile a plan if all ranks have the same record, and always had; else the next pass is careful again."""
-        kind = running.training, running.which
-        if self.budgets is None or kind in self.differing:
+        if self.budgets is None or running.training in self.differing:
             return
         text = "\n".join(f"{event.moment} {event.unit}" for event in running.events)
         digest = hashlib.sha256(text.encode()).digest()[:8]
@@ -158,11 +167,15 @@ class Schedule:
         if bool(rows[:, 1].any()):
             return
         if not bool((rows[:, 0] == rows[0, 0]).all()):
-            self.differing.add(kind)
+            self.differing.add(running.training)
+            self.programs = {kind: program for kind, program in self.programs.items() if kind[0] is not running.training}
             if self.group.rank == 0:
-                _LOG.info("ranks run different modules: from here on they agree on each collective before it, and follow no plan")
+                _LOG.warning(
+                    "ranks run different modules: from here on they agree on each collective before it, and follow no plan: it "
+                    "takes longer. naught.ranks_may_differ says that this is meant"
+                )
             return
-        self.programs[kind] = self._compile(running, self.budgets)
+        self.programs[running.training, running.which] = self._compile(running, self.budgets)
 
     def _compile(self, running: _Pass, budgets: Budgets) -> Program:
         placements = {name: unit.placement for name, unit in self.units.items()}

@@ -50,6 +50,7 @@ class Stepping:
         self.taken = self.skipped = 0
         self.norm: Norm | None = None  # of the last step; None before the first
         self.lookout = Lookout() if early is None else early.lookout
+        self.courier = Courier(limits.flight_bytes) if early is None else early.courier  # of new weights that may be under way
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.scaled = True
@@ -73,9 +74,9 @@ class Stepping:
             )
         self.scaled = False
         schedule, scale = self.passes.schedule, self.scale.value
-        courier = Courier(self.limits.flight_bytes)
         if self.early is None:
-            self.norm = self._update(self.optimizer, list(schedule.units.values()), scale, courier)
+            self.courier = Courier(self.limits.flight_bytes)
+            self.norm = self._update(self.optimizer, list(schedule.units.values()), scale, self.courier)
         else:
             self.norm = self.early.finish(list(schedule.units.values()), self.passes.amiss)
         self.passes.drop_gradients()
@@ -84,15 +85,24 @@ class Stepping:
             self.taken += 1
             self.optimizer.has_stepped()
             self.lookout.has_stepped()
-            try:
-                _have_arrive(courier)
-            finally:  # it is a step, and counts as one
-                if self.rates is not None:
-                    self.rates.step(**rate_arguments)
+            if self.rates is not None:
+                self.rates.step(**rate_arguments)
         else:
             self.skipped += 1
             schedule.forget_plans()  # a parameter that the plan does not know to be used reads as NaN: find it
             _LOG.warning(self._story(self.norm, scale, helps=helps))
+
+    def arrive(self) -> None:
+        """Wait for new weights where they are to be there after the step. Those that do not come are asked for again."""
+        try:
+            self.courier.arrive()
+        except BaseException as error:
+            error.add_note("naught: the step was taken all the same. New weights have not come, and whoever uses them asks again")
+            raise
+        finally:
+            self.courier.forget()
+            if self.early is not None:
+                self.early.show()
 
     def _update(self, optimizer: Optimizer, units: Sequence[Unit], scale: float, courier: Courier) -> Norm:
         optimizer.will_step()
@@ -172,12 +182,3 @@ class Stepping:
                 "train in bf16, which needs no scale"
             )
         return story
-
-
-def _have_arrive(courier: Courier) -> None:
-    """Wait for new weights where they are to be there after the step. Those that do not come are asked for again."""
-    try:
-        courier.arrive()
-    except BaseException as error:
-        error.add_note("naught: the step was taken all the same. New weights have not come, and whoever uses them asks again")
-        raise

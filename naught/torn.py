@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from naught.errors import HalfUpdated
 
-__all__ = ["BESIDE_TRAINING", "IN_THE_BACKWARD", "IN_THE_STEP", "half_updated", "has_torn", "tearing"]
+__all__ = ["BESIDE_TRAINING", "IN_THE_BACKWARD", "IN_THE_STEP", "half_updated", "has_torn", "is_left_torn", "tearing"]
 
 _LEFT = "Some weights are new and some are old: load a checkpoint before you go on"
 IN_THE_STEP = f"naught: this happened in the middle of an update. {_LEFT}"
@@ -30,6 +30,11 @@ def tearing(note: str) -> Iterator[None]:
 def has_torn(error: BaseException) -> bool:
     """Whether an exception has ended an update that was the main thread's to finish."""
     return any(note.startswith(IN_THE_STEP) for note in getattr(error, "__notes__", ()))
+
+
+def is_left_torn(error: BaseException) -> bool:
+    """Whether an exception comes of an update that was ended in the middle, by whomever."""
+    return any(note.startswith((IN_THE_STEP, BESIDE_TRAINING)) for note in getattr(error, "__notes__", ()))
 
 
 def half_updated() -> HalfUpdated:

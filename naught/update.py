@@ -87,7 +87,7 @@ def _culprit(trained: Sequence[Segment]) -> str | None:
     """A parameter whose gradient, as far as this rank owns it, is not finite."""
     for segment in trained:
         total = None
-        with segment.home.group.noting():
+        with segment.home.group.noting(again=True):
             total = segment.grads.sum()
         segment.grads.let_copy_go()
         if total is None or bool(total.isfinite().all()):

@@ -6,17 +6,20 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
-from menagerie import DEVICE, MODELS
+from menagerie import DEVICE, MODELS, batch_of
 from torch import Tensor, nn
 from training import config_of, digest_in_32_bits, digest_of_weights, my_rank, start, take_steps
 
 from naught import applying, host_crew
 from naught.beside import Beside
 from naught.comm.wires import Alone, Collectives, Peers
+from naught.engine import Engine
 from naught.errors import ModelError, UsageError
 from naught.ferry import Arrival, Ferry
 from naught.flat import Flat, Meter
@@ -108,12 +111,10 @@ def take_four_steps(options: dict[str, Any]) -> str:
     return digest_of_weights(engine)
 
 
-def four_steps_without_room_to_come_up(options: dict[str, Any], looks: bool) -> tuple[list[str], str]:
-    """On rank 0 the weights of one block find no memory, three times in a row."""
-    engine = start(**options)
-    take_steps(engine, 2)
+def fail_to_come_up(engine: Engine, times: int) -> AbstractContextManager[None]:
+    """The weights of one block find no memory on rank 0, so many times."""
     block = engine.schedule.units["blocks.1"].trained[0]
-    bring, masters, left = Ferry.bring, block.states.masters, [True] * 3 if my_rank() == 0 else []
+    bring, masters, left = Ferry.bring, block.states.masters, [True] * times if my_rank() == 0 else []
     assert masters is not None
 
     def fails(self: Ferry, source: Tensor, *args: Any) -> Point:
@@ -121,9 +122,24 @@ def four_steps_without_room_to_come_up(options: dict[str, Any], looks: bool) -> 
             raise torch.OutOfMemoryError("no room to round in")
         return bring(self, source, *args)
 
-    Ferry.bring = fails  # type: ignore[method-assign]
+    @contextmanager
+    def failing() -> Iterator[None]:
+        Ferry.bring = fails  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Ferry.bring = bring  # type: ignore[method-assign]
+
+    return failing()
+
+
+def four_steps_without_room_to_come_up(options: dict[str, Any], looks: bool) -> tuple[list[str], str]:
+    """On rank 0 the weights of one block find no memory, three times in a row."""
+    engine = start(**options)
+    take_steps(engine, 2)
+    block = engine.schedule.units["blocks.1"].trained[0]
     told, taken = [], 2
-    try:
+    with fail_to_come_up(engine, 3):
         while taken < 4:
             try:
                 take_steps(engine, 1, first=taken)
@@ -134,9 +150,6 @@ def four_steps_without_room_to_come_up(options: dict[str, Any], looks: bool) -> 
             if looks:
                 engine.planned()
                 assert safe_get_full_optimizer_state(block.weights.params[0], "exp_avg") is not None
-    finally:
-        Ferry.bring = bring  # type: ignore[method-assign]
-    assert not left
     return told, digest_of_weights(engine)
 
 
@@ -182,9 +195,103 @@ def test_a_step_whose_weights_do_not_come_is_a_step_and_is_said_to_be():
     finally:
         Ferry.bring = bring  # type: ignore[method-assign]
     assert any("the step was taken all the same" in note for note in caught.value.__notes__)
-    assert engine.global_steps == 2
+    assert (engine.global_steps, engine.global_samples) == (2, 4)
     take_steps(engine, 2, first=2)
     assert digest_of_weights(engine) == take_four_steps({"stage": 2, **options})
+
+
+def train_late_without_room() -> tuple[int, int, bool]:
+    """Weights that follow an update one step late, and have lost the masters that they were to be made of."""
+    engine, failed = start(2, **OFFLOADED | {"more": OFFLOADED["more"] | {"naught": {"delay_update_after": 1}}}), 0
+    take_steps(engine, 3)
+    with fail_to_come_up(engine, 2):
+        for step in range(3, 8):
+            try:
+                take_steps(engine, 1, first=step)
+            except (torch.OutOfMemoryError, UsageError):
+                failed += 1
+    with engine.gathered():
+        whole = all(bool(param.isfinite().all()) for param in engine.module.parameters())
+    return failed, engine.global_steps, whole
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_are_late_and_cannot_come_any_more_catch_up(worlds, size):
+    for failed, steps, whole in worlds[size].run(train_late_without_room):
+        assert failed in (1, 2)
+        assert steps == 8 - failed
+        assert whole
+
+
+def look_in_the_middle() -> tuple[list[str], str]:
+    """Somebody hears of a shortage between backward and step, and goes on."""
+    engine = start(stage=3, **OFFLOADED, **BELOW)
+    take_steps(engine, 2)
+    heard = []
+    with fail_to_come_up(engine, 2):
+        engine.backward(engine(batch_of(2, my_rank())))
+        for asked in (engine.grad_norms, engine.step):
+            try:
+                asked()
+            except UsageError as error:
+                heard.append(str(error))
+    take_steps(engine, 2, first=2)
+    return heard, digest_of_weights(engine)
+
+
+def test_who_hears_of_a_shortage_in_the_middle_of_a_step_does_not_keep_the_step_from_hearing_of_it(two):
+    wanted = two.run(take_four_steps, {"stage": 3, **OFFLOADED, **BELOW})
+    for heard, weights in two.run(look_in_the_middle):
+        assert len(heard) == 2
+        assert [weights] * 2 == wanted
+
+
+def export_without_room() -> tuple[bool, bool, int]:
+    """Behind a step whose weights have not come, where they are to be there."""
+    options = OFFLOADED | {"more": OFFLOADED["more"] | {"naught": {"lazy_weights": False}}}
+    engine, wanted = start(2, **options), start(2, **options)
+    take_steps(wanted, 2)
+    take_steps(engine, 1)
+    with fail_to_come_up(engine, 2):
+        take_steps(engine, 1, first=1)
+    with pytest.raises(UsageError, match="no room to round in"):
+        engine.module_state_dict()
+    same = wanted.module_state_dict()
+    exported = all(bool((value == same[name]).all()) for name, value in engine.module_state_dict().items())
+    return exported, digest_of_weights(engine) == digest_of_weights(wanted), engine.global_samples
+
+
+def test_weights_that_have_not_come_are_not_exported(two):
+    assert two.run(export_without_room) == [(True, True, 8)] * 2
+
+
+def tear_an_update(rank: int) -> list[str]:
+    engine = start(2, **OFFLOADED)
+    take_steps(engine, 1)
+    kind = type(engine.optimizer.rule)
+    update, told = kind.update, []
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no room in the rule")
+
+    if my_rank() == rank:
+        kind.update = fails
+    try:
+        for step in range(1, 5):
+            try:
+                take_steps(engine, 1, first=step)
+            except (UsageError, MemoryError) as error:
+                told.append("\n".join([str(error), *error.__notes__]))
+    finally:
+        kind.update = update
+    return told
+
+
+def test_an_update_that_is_torn_for_want_of_memory_is_no_mere_shortage(two):
+    for told in two.run(tear_an_update, 0):
+        assert told
+        assert all("no room in the rule" in text and "load a checkpoint before you go on" in text for text in told)
+        assert not any("done again" in text for text in told)
 
 
 def write_without_memory_for_it(wanted: bool) -> str:

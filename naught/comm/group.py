@@ -24,6 +24,7 @@ from naught.comm.wires import Alone, Collectives, Peers, Pending, Wire
 from naught.devices import is_out_of_memory
 from naught.errors import NaughtError, ScheduleError, UsageError
 from naught.layout import ALIGN_NUMEL
+from naught.torn import is_left_torn
 
 __all__ = ["SAME_ORDER", "Group", "Mean", "Waits"]
 
@@ -103,27 +104,34 @@ class Group(Together):
     @contextmanager
     def noting(self, *, again: bool = False) -> Iterator[None]:
         """Of what fails in here on this rank alone the others are told when all of them look: until then they count on it to go
-        on. A rank alone need not wait for that. What whoever asks next does `again`, and had no memory, is told once."""
+        on. A rank alone need not wait for that. What had no memory, and is done `again` by whoever asks next, is told until a
+        step has been given up for it; all else until it is loaded."""
         try:
             yield
         except Exception as error:
             if self.size == 1:
                 raise
-            if again and is_out_of_memory(error):
+            if again and is_out_of_memory(error) and not is_left_torn(error):
                 what = f"{type(error).__name__}: {error}"
                 self.shortage = self.shortage or told(UsageError(what, fix=_AGAIN))
             else:
                 self.fault = self.fault or told(error)
 
-    def look_for_faults(self) -> None:
-        """Raise on every rank what was noted on any."""
+    def look_for_faults(self, *, midway: bool) -> None:
+        """Raise on every rank what was noted on any. In the middle of a step, that has to hear of it, too."""
         if self.size > 1:
-            self.raise_noted(self.take_note())
+            self.raise_noted(self.noted if midway else self.take_note())
+
+    @property
+    def noted(self) -> NaughtError | None:
+        """What was noted on this rank."""
+        text = self.fault or self.shortage
+        return heard(self.rank, text) if text else None
 
     def take_note(self) -> NaughtError | None:
-        """What was noted on this rank, for `raise_noted`."""
-        noted, self.shortage = self.fault or self.shortage, ""
-        return heard(self.rank, noted) if noted else None
+        """The same, for `raise_noted`: a shortage is known then."""
+        noted, self.shortage = self.noted, ""
+        return noted
 
     def raise_noted(self, amiss: Exception | None) -> None:
         """Raise on every rank what is amiss on any. Weights that did not come whole are gathered anew by whoever uses them."""

@@ -77,7 +77,8 @@ class Naught(Block):
         Flag,
         Key(
             "ranks may run other modules than their peers in any step: they agree on each collective before it, as in a first "
-            "step, and follow no plan. That is an exchange more for each, and nothing is fetched ahead; the result is the same"
+            "step, and follow no plan. Each takes an exchange more, every forward is looked at, and nothing is fetched ahead; "
+            "the result is the same"
         ),
     ] = False
     private_pool: Annotated[

@@ -71,7 +71,7 @@ def load(engine: Answers, contents: Contents, wanted: Wanted) -> dict[str, Any]:
             reading.copy()
             _finish(engine, reading)
         weights_written(engine)
-        group.look_for_faults()
+        group.look_for_faults(midway=False)
     return dict(reading.memory.client_state)
 
 

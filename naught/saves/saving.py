@@ -56,7 +56,7 @@ def begin(engine: Answers, store: Store, asked: Asked, client_state: Mapping[str
     group = engine.schedule.group
     _refuse_disagreement(group.exchange_texts(json.dumps(asked)))
     identity = group.exchange_texts(secrets.token_hex(16))[0]
-    group.look_for_faults()
+    group.look_for_faults(midway=engine.schedule.is_midway)
     with group.together():
         _refuse_now(engine)
         engine.heed_writes()

@@ -26,6 +26,8 @@ def whole_state(engine: Answers, *, frozen: bool = True, tied: bool = True, here
     """The state dict of the module, as copies, in the order of the module. All ranks must call; those that do not want it
     here take part and get nothing."""
     engine.refuse_away()
+    engine.schedule.group.look_for_faults(midway=engine.schedule.is_midway)
+    engine.schedule.gather_anew()
     copies: dict[nn.Parameter, Tensor] = {}
     withins, lineup = wholes_in(engine), engine.schedule.group.lineup
     cut = {param: withins[name] for name, param in engine.module.named_parameters() if lineup and name in withins}
