@@ -137,20 +137,20 @@ class Engine(Between):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the weights if this micro-batch completes a step, and then the learning rate."""
         self.refuse_inside_gathered()
+        completes = self.accumulation.at_boundary
         with self._all_or_nothing("step"):
-            if self.accumulation.at_boundary:
+            if completes:
                 self.passes.complete()
                 self.background.settle()
                 self.watch.enter("step")
                 self.stepping.take(**(lr_kwargs or {}))
             else:
                 self.passes.close()
-        completes = self.accumulation.at_boundary
-        self.accumulation.step()
-        if completes:
-            with self._all_or_nothing("step"):  # which is counted, whether its weights arrive or not
+            self.accumulation.step()
+            if completes:  # and counts, whether its weights arrive or not
                 self.stepping.arrive()
                 self.watch.after("step")
+        if completes:
             self.watchdog.step = self.global_steps + 1
             self.observer.stepped(self._facts())
             if self.saves is not None:
