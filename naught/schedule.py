@@ -79,9 +79,8 @@ class Schedule:
         self.units, self.group, self.budgets, self.early = dict(units), group, budgets, early
         self.order = list(self.units)
         self.programs: dict[tuple[bool, Pass], Program] = {}
-        self.differing: set[bool] = (
-            set()
-        )  # in training or not: ranks have gone through such a pass differently, and may do so again
+        # Whether in training or not, ranks have gone through a pass differently, and may do so again.
+        self.differing: set[bool] = set()
         self.current: _Pass | None = None
 
     # --- passes ---
