@@ -80,7 +80,10 @@ def largest_at_once(stage: int, **zero: Any) -> tuple[int, int, int]:
     rule.update = watch_parts
     for unit in units:
         unit.gather = partial(watch_gather, unit.gather)
-    take_steps(engine, 1)
+    try:
+        take_steps(engine, 1)
+    finally:
+        del rule.update  # all engines have this rule
     return max(parts), max(under_way), max(unit.gathered_bytes for unit in units)
 
 
