@@ -271,7 +271,7 @@ class Engine(Between):
                 raise
             try:
                 if is_out_of_memory(error):
-                    self.schedule.group.gathers_anew |= self.schedule.group.size == 1  # else all ranks have to know
+                    self.schedule.lacked_memory()
                     error.add_note(self._shortage())
             except Exception as another:  # where there is no memory left even for this
                 error.add_note(f"naught: out of memory, and no more can be said of it: {another}")

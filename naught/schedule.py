@@ -134,6 +134,10 @@ class Schedule:
         begun = self.current is not None and self.current.training
         return begun or any(segment.grads.begun for unit in self.units.values() for segment in unit.trained)
 
+    def lacked_memory(self) -> None:
+        """Weights may not have come for it. A rank alone knows that at once; of several all have to hear of it."""
+        self.group.gathers_anew |= self.group.size == 1
+
     def gather_anew(self) -> None:
         """All ranks have heard of something that has failed on one: of whole weights a part may not have come. Nor may those that
         are behind their update, which nobody can bring any more."""

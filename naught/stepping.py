@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from naught.states import updating
 from naught.strays import Lookout
 from naught.torn import IN_THE_BACKWARD, half_updated, has_torn
 from naught.unit import Unit
-from naught.update import Norm, UpdateLimits, update
+from naught.update import Norm, UpdateLimits, update, verdict_on
 
 __all__ = ["Scheduler", "Stepping"]
 
@@ -75,8 +76,7 @@ class Stepping:
         self.scaled = False
         schedule, scale = self.passes.schedule, self.scale.value
         if self.early is None:
-            self.courier = Courier(self.limits.flight_bytes)
-            self.norm = self._update(self.optimizer, list(schedule.units.values()), scale, self.courier)
+            self.norm = self._update(self.optimizer, list(schedule.units.values()), scale)
         else:
             self.norm = self.early.finish(list(schedule.units.values()), self.passes.amiss)
         self.passes.drop_gradients()
@@ -104,31 +104,18 @@ class Stepping:
             if self.early is not None:
                 self.early.show()
 
-    def _update(self, optimizer: Optimizer, units: Sequence[Unit], scale: float, courier: Courier) -> Norm:
+    def _update(self, optimizer: Optimizer, units: Sequence[Unit], scale: float) -> Norm:
         optimizer.will_step()
         how = updating(optimizer.rule, optimizer.param_groups, self.limits.part_numel)
-        delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
-
-        def take() -> Norm | None:
-            return update(
-                units,
-                self.passes.schedule.group,
-                how,
-                self.limits,
-                scale=scale,
-                tell=self.passes.amiss,
-                lookout=self.lookout,
-                courier=courier,
-                delayed=delayed,
-            )
-
-        norm = take()
-        if norm is None:
+        ask = partial(verdict_on, units, self.passes.schedule.group, how, tell=self.passes.amiss, lookout=self.lookout)
+        verdict = ask()
+        if verdict is None:
             self.passes.sum_late()
             self.passes.watch.enter("step")  # which closing a pass has left
-            norm = take()
-        assert norm is not None
-        return norm
+            verdict = ask()
+        assert verdict is not None
+        delayed = self.limits.delay_after is not None and self.taken >= self.limits.delay_after
+        return update(units, how, self.limits, verdict, scale=scale, courier=self.courier, delayed=delayed)
 
     def override_scale(self, scale: float) -> None:
         """Go on with this scale of the loss, whatever comes."""
@@ -146,6 +133,7 @@ class Stepping:
 
     def give_up(self, error: BaseException) -> None:
         """An exception has ended the step. Where weights have changed nobody goes on with them."""
+        self.courier.forget()
         told = has_torn(error)
         begun = self.early is not None and self.early.begun
         if begun and not told:

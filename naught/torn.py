@@ -29,12 +29,16 @@ def tearing(note: str) -> Iterator[None]:
 
 def has_torn(error: BaseException) -> bool:
     """Whether an exception has ended an update that was the main thread's to finish."""
-    return any(note.startswith(IN_THE_STEP) for note in getattr(error, "__notes__", ()))
+    return _has_note(error, IN_THE_STEP)
 
 
 def is_left_torn(error: BaseException) -> bool:
     """Whether an exception comes of an update that was ended in the middle, by whomever."""
-    return any(note.startswith((IN_THE_STEP, BESIDE_TRAINING)) for note in getattr(error, "__notes__", ()))
+    return _has_note(error, IN_THE_STEP, BESIDE_TRAINING)
+
+
+def _has_note(error: BaseException, *beginnings: str) -> bool:
+    return any(note.startswith(beginnings) for note in getattr(error, "__notes__", ()))
 
 
 def half_updated() -> HalfUpdated:

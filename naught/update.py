@@ -15,9 +15,9 @@ from naught.segment import Segment
 from naught.states import Updating
 from naught.strays import Lookout
 from naught.unit import Unit
-from naught.verdict import by_segment, judge, norms_of_slices, used_here
+from naught.verdict import Verdict, by_segment, judge, norms_of_slices, used_here
 
-__all__ = ["Norm", "UpdateLimits", "update"]
+__all__ = ["Norm", "UpdateLimits", "update", "verdict_on"]
 
 
 class Norm(NamedTuple):
@@ -43,44 +43,42 @@ class UpdateLimits:
     delay_after: int | None = None  # steps; then weights on the host's side follow an update one step late. None: never
 
 
-def update(
-    units: Sequence[Unit],
-    group: Group,
-    how: Updating,
-    limits: UpdateLimits,
-    *,
-    scale: float,
-    tell: Callable[[], Exception | None],
-    lookout: Lookout,
-    courier: Courier,
-    delayed: bool = False,
-) -> Norm | None:
-    """Undo the scale of the loss, clip, and apply the rule to what this rank owns. None: a rank has gradients that are not summed
-    yet, so that nothing was done. If the norm is not finite, or something is amiss on any rank, nothing changes on any. When this
-    returns the courier has new weights under way, and what rests on the host may still be updated there; delayed, its weights
-    follow the update before this one.
-    `tell` says what is amiss, while the device computes the norm. What users have written to weights is heeded first.
+def verdict_on(
+    units: Sequence[Unit], group: Group, how: Updating, *, tell: Callable[[], Exception | None], lookout: Lookout
+) -> Verdict | None:
+    """What all ranks know of a step. None: a rank has gradients that are not summed yet. If something is amiss on any rank, that
+    is raised on all, and nothing has changed on any. `tell` says what is amiss, while the device computes the norm. What users
+    have written to weights is heeded first.
 
     The ranks exchange their part of the norm, whether something is amiss or has come late, and which parameters they have used:
     one that no rank used stays as it is.
     """
-    trained = [segment for unit in units for segment in unit.trained]
+    trained = _trained_in(units)
     with group.noting(again=True):
         for segment in trained:
             segment.heed_writes()
     late = any(unit.owes(last=True) for unit in units)
     norms = norms_of_slices(trained)
     asked = [*about_husks(units), *lookout.asks_about(trained)]
-    verdict = judge(group, norms, asked, lambda: tell() or prepare(trained, how), late=late, used=used_here(trained))
-    if verdict is None:
-        return None
-    norm = Norm(verdict.norm / scale)
-    if norm.finite or not limits.skips:
-        flags = by_segment(trained, verdict.used)
-        apply(units, how, flags, _coefficient(norm.total, limits.clip) / scale, courier, delayed=delayed)
-    else:
-        norm = norm._replace(culprit=_culprit(trained))
+    return judge(group, norms, asked, lambda: tell() or prepare(trained, how), late=late, used=used_here(trained))
+
+
+def update(
+    units: Sequence[Unit], how: Updating, limits: UpdateLimits, verdict: Verdict, *, scale: float, courier: Courier, delayed: bool
+) -> Norm:
+    """Undo the scale of the loss, clip, and apply the rule to what this rank owns; if the norm is not finite, nothing changes.
+    When this returns the courier has new weights under way, and what rests on the host may still be updated there; delayed, its
+    weights follow the update before this one."""
+    trained, norm = _trained_in(units), Norm(verdict.norm / scale)
+    if not norm.finite and limits.skips:
+        return norm._replace(culprit=_culprit(trained))
+    flags = by_segment(trained, verdict.used)
+    apply(units, how, flags, _coefficient(norm.total, limits.clip) / scale, courier, delayed=delayed)
     return norm
+
+
+def _trained_in(units: Sequence[Unit]) -> list[Segment]:
+    return [segment for unit in units for segment in unit.trained]
 
 
 def _culprit(trained: Sequence[Segment]) -> str | None:
